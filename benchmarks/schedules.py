@@ -1,10 +1,9 @@
 """Which pipeline schedule pays: the time and the memory of each, by its table, beside those of
 torch.distributed.pipelining.
 
-Nothing runs: a schedule's time is a fold over its table (`schedule.compared`), its memory the
-microbatches that its neediest stage holds. F, I, W and an exchange have times that are drawn.
-Torch's tables are made by torch, where it is installed, and run here as ours do: all stages wait
-for the dearest job of a tick, and exchange in each.
+Nothing runs: a schedule's time is a fold over its table (`makespan`), its memory the microbatches that its neediest
+stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are made by torch, where it is installed, and
+run here as ours do: all stages wait for the dearest job of a tick, and exchange in each.
 
     python benchmarks/schedules.py --stages 8 --microbatches 16 32
 """
@@ -111,6 +110,16 @@ def read(orders):
         return schedule.from_csv(path)
 
 
+def seconds(table, f, i, w, hop):
+    """The time of a schedule; one without W runs B, which is I and W."""
+    return table.makespan(f, i + w if table.weight is None else i, w, hop=hop)
+
+
+def in_flight(table):
+    """The microbatches whose residuals the stage that holds most has."""
+    return float(table.in_flight.max())
+
+
 def table(P, M, made):
     """A row a schedule."""
     print(
@@ -119,13 +128,8 @@ def table(P, M, made):
     )
     print(f"{'':52}{'in flight':>10}" + "".join(f"{name:>17}" for name, _ in NAMED))
     for name, each in made.items():
-        times = [
-            schedule.compared({name: each}, f, i, w, hop=hop)[0] for _, (f, i, w, hop) in NAMED
-        ]
-        print(
-            f"{name:52}{times[0].in_flight:10g}"
-            + "".join(f"{time.seconds:17.1f}" for time in times)
-        )
+        times = [seconds(each, *costs) for _, costs in NAMED]
+        print(f"{name:52}{in_flight(each):10g}" + "".join(f"{time:17.1f}" for time in times))
 
 
 def at_equal_memory(own, others, draws):
@@ -133,11 +137,10 @@ def at_equal_memory(own, others, draws):
     generator, ratios = random.Random(0), []
     for _ in range(draws):
         costs = 1.0, generator.uniform(0.8, 2.2), generator.uniform(0.5, 1.2)
-        hop = generator.uniform(0, 0.1)
-        best = schedule.compared(others, *costs, hop=hop)[0]
-        ratios.append(
-            schedule.compared(own, *costs, hop=hop, held=best.in_flight)[0].seconds / best.seconds
-        )
+        costs = *costs, generator.uniform(0, 0.1)
+        best = min(others.values(), key=lambda table: (seconds(table, *costs), in_flight(table)))
+        fitting = [table for table in own.values() if in_flight(table) <= in_flight(best)]
+        ratios.append(min(seconds(table, *costs) for table in fitting) / seconds(best, *costs))
     print(
         f"ours over theirs at equal memory, {draws} draws: median {statistics.median(ratios):.3f}, "
         f"most {max(ratios):.3f}"

@@ -653,17 +653,17 @@ PIPELINE = (
         for rule, broken in (
             ("else waits != 1", "else waits < 1"),
             ("waits < 1 if per_stage", "waits < 0 if per_stage"),
-            ("if idle and not per_stage", "if False"),
+            ("if idle.size and not per_stage", "if False"),
             ("if not per_stage and not np.array_equal", "if per_stage and not np.array_equal"),
         )
     ),
     Mutant(
         "Schedule.in_flight",
-        " - (last >= 0)  #",
-        "  #",
+        "np.cumsum(last, axis=0) - last",
+        "np.cumsum(last, axis=0)",
         "test_schedule.py::test_in_flight_is_the_formula",
     ),
-    Mutant("Schedule.asynchronous", "hop if before[0] != s else 0", "hop", "test_schedule.py"),
+    Mutant("start_times", "hop * (homes[cause.place] != stage)", "hop", "test_schedule.py"),
     Mutant(
         "Jobs.backward_weight",
         '_loaded(carry, row, "weight")',
@@ -688,8 +688,8 @@ PIPELINE = (
     ),
     Mutant(
         "zero_bubble_lockstep",
-        "(tick + s, s, job)",
-        "(tick, s, job)",
+        "(tick + np.arange(P), job)",
+        "(tick, job)",
         "test_schedule.py::test_the_bubble_is_the_formula",
     ),
     Mutant("gpipe", "(M - 1 - m)", "m", "test_schedule.py::test_gpipe_goes_back_the_way_it_came"),
@@ -764,8 +764,8 @@ PIPELINE = (
     ),
     Mutant(
         "_from_0",
-        "job.microbatch - 1",
-        "job.microbatch",
+        "job.microbatch - (",
+        "job.microbatch - 0 * (",
         "test_foreign_schedules.py::test_torchs_1f1b_is_ours",
     ),
     Mutant(
@@ -1761,7 +1761,10 @@ ORDINARY = (
         "test_schedule.py::test_default_costs_are_of_the_same_work",
     ),
     Mutant(
-        "_places", "if place != expected", "if False", "test_foreign_schedules.py -k in_a_sentence"
+        "_placement",
+        "if place != expected",
+        "if False",
+        "test_foreign_schedules.py -k in_a_sentence",
     ),
     Mutant(
         "_Update.whole_shapes",

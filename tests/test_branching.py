@@ -29,7 +29,7 @@ from reference import (
     products,
 )
 
-from parallax import mesh, pipeline, step, tensor
+from parallax import mesh, pipeline, plan, step, tensor
 from parallax.collectives import Axis, ring, xla
 from parallax.compiled import hlo
 from parallax.jaxprs import COUNTED
@@ -633,7 +633,7 @@ def of_a_stage(table, rows=32, layers=2, width=16):
         mesh.make(stage=table.stages, devices=jax.devices()[: table.stages]),
         {"blocks": P(None, "stage")},
     )
-    count = pipeline.counted(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
+    count = plan.stage_work(*scanned(), table, "stage", blocks=lambda params: params["blocks"])
     blocks = jax.ShapeDtypeStruct((table.chunks, table.stages * layers, width, width), FLOAT64)
     batch = jax.ShapeDtypeStruct((rows * table.microbatches, width), FLOAT64)
     return count({"blocks": blocks}, batch, mesh=world, in_specs=(specs, P()))

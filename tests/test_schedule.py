@@ -261,7 +261,7 @@ def test_a_dropped_job_is_refused(size, data):
     lane = data.draw(st.sampled_from(lanes))
     tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
     lane[tick, s] = -1
-    with pytest.raises(ValueError, match=r"microbatch \d+.*(is missing on stage|runs in no tick)"):
+    with pytest.raises(ValueError, match=r"microbatch \d+.* runs in no tick on stage"):
         Schedule(*lanes, chunks=table.chunks)
 
 
@@ -288,9 +288,7 @@ def test_a_moved_forward_or_backward_is_refused(size, data):
         lane[to, s],
         lane[tick, s],
     )  # to a free cell, or two jobs change places
-    with pytest.raises(
-        ValueError, match=r"tick -?\d+, stage \d+: .*(needs what stage|comes before)"
-    ):
+    with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(needs its|comes before)"):
         Schedule(*lanes, chunks=table.chunks)
 
 
@@ -494,16 +492,15 @@ def idle_tick(lanes):
 MESSAGES = {
     "missing": (
         broken(put("forward", 3, 1, -1)),
-        "tick 3, stage 1: forward of microbatch 2 is missing on stage 1. Put it here.",
+        "forward of microbatch 2 runs in no tick on stage 1. Add it, or number the microbatches from 0 without a gap.",
     ),
     "missing chunk": (
         broken(put("backward", 7, 3, -1), chunks=2),
-        "tick 7, stage 3: backward of microbatch 0, chunk 1, is missing on stage 3. Put it here.",
+        "backward of microbatch 0, chunk 1, runs in no tick on stage 3. Add it, or number the microbatches from 0 without a gap.",
     ),
     "nowhere": (
         broken(lambda lanes: lanes["backward"].__setitem__(lanes["backward"] == 3, -1)),
-        "backward of microbatch 3 runs in no tick, on no stage. Add it, or number the "
-        "microbatches from 0 without a gap.",
+        "backward of microbatch 3 runs in no tick on stage 0. Add it, or number the microbatches from 0 without a gap.",
     ),
     "doubled": (
         broken(put("forward", 5, 0, 2)),
@@ -511,8 +508,8 @@ MESSAGES = {
     ),
     "hop": (
         broken(late_start),
-        "tick 4, stage 1: forward of microbatch 3 needs what stage 0 hands on in tick 4, which "
-        "is there in tick 5 only. Move it to tick 5.",
+        "tick 4, stage 1: forward of microbatch 3 needs its forward at the place before, which runs in tick 4. "
+        "Move it to tick 5.",
     ),
     "backward first": (
         broken(early_backwards),
@@ -571,9 +568,9 @@ MESSAGES = {
     ),
     "huge": (
         lambda: one_f_one_b_lockstep(512, 10**6),
-        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of 1,001,022 ticks "
-        "x 512 stages, more than 67,108,864 cells. Take fewer microbatches, and add up the rest "
-        "outside: grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
+        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of more than 67,108,864 cells. "
+        "Use fewer microbatches, and add up the rest outside: "
+        "grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
     ),
 }
 
@@ -680,7 +677,7 @@ FILES = {
     ),
     "two jobs of a lane": (
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
-        "{path}: line 2, stage 0: has two forward jobs. Write them in two ticks.",
+        "{path}: line 2: tick 0, stage 0: has two forward jobs. Write them in two ticks.",
     ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
@@ -689,13 +686,12 @@ FILES = {
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
-        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs what stage 0 hands on in "
-        "tick 0, which is there in tick 1 only. Move it to tick 1.",
+        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. "
+        "Move it to tick 1.",
     ),
     "nowhere": (
         "tick,stage 0\n0,0F0\n",
-        "{path}: backward of microbatch 0 runs in no tick, on no stage. Add it, or number the "
-        "microbatches from 0 without a gap.",
+        "{path}: backward of microbatch 0 runs in no tick on stage 0. Add it, or number the microbatches from 0 without a gap.",
     ),
     "no ticks": ("tick,stage 0\n", "{path}: All stages need as many places of the model; got 0."),
 }

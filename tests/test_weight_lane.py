@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from reference import FLOAT64, assert_close
 from reference import products as of_computation
 
-from parallax import mesh, pipeline, tensor
+from parallax import mesh, pipeline, plan, tensor
 from parallax.compiled import hlo
 from parallax.jaxprs import inner, opened
 from parallax.models import gpt2
@@ -248,7 +248,7 @@ def test_operations_are_those_of_the_table():
 def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
     """GPT-2's blocks: F + I + W = F + B exactly, and with all computed again I has F once more."""
     weight, scores = tokens_of_a_stage()
-    found = pipeline.counted(
+    found = plan.stage_work(
         *scanned_blocks(),
         one_f_one_b_lockstep(STAGES_, M),
         "stage",

@@ -14,7 +14,6 @@ from parallax.pipeline.layers import (
     unpad_layers,
 )
 from parallax.pipeline.one_device import Aux, sequential, unpipelined
-from parallax.pipeline.operations import Work, counted
 from parallax.pipeline.rows import distances
 from parallax.pipeline.save import inputs, residuals
 from parallax.pipeline.traced import Misused
@@ -24,8 +23,6 @@ __all__ = [
     "Exchange",
     "Misused",
     "Output",
-    "Work",
-    "counted",
     "distances",
     "from_last",
     "from_placement",

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from parallax import precision
 from parallax._typing import PyTree
 from parallax.collectives import Axis
-from parallax.collectives.types import axes, varying, varying_axes
+from parallax.collectives.types import accumulation_dtype, axes, varying, varying_axes
 
 Counts: TypeAlias = Bool[Array, ""] | bool  # True: it counts for certain
 
@@ -108,7 +107,7 @@ def stacked(like: Any, *counts: int) -> Array:
 
 def wide_zeros(like: Any) -> Array:
     """Zeros like an array, of the type in which it is added up."""
-    return jnp.zeros_like(like, dtype=precision.accumulation_dtype(like.dtype))
+    return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))
 
 
 def _numbers(x: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from parallax import rules
+from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
@@ -52,7 +52,7 @@ def value_and_grad(
     axis: AxisLike,
     *,
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
-    trainable: PyTree = rules.is_inexact,
+    trainable: PyTree = trees.is_inexact,
     save: Save = residuals,
     send: Exchange = whole,
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         table,
     )
     from parallax.plan.quantities import quantity
+    from parallax.plan.stages import StageWork, stage_work
     from parallax.plan.tracing import Trace, trace
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Memory",
     "Plan",
     "Seconds",
+    "StageWork",
     "Trace",
     "Work",
     "check",
@@ -41,6 +43,7 @@ __all__ = [
     "plan",
     "quantity",
     "search",
+    "stage_work",
     "table",
     "trace",
     "traced",
@@ -48,12 +51,14 @@ __all__ = [
 
 _FILES = {
     "Comparison": "comparison",
+    "StageWork": "stages",
     "Trace": "tracing",
     "compare": "comparison",
     "compared": "comparison",
     "largest_batch": "layouts",
     "quantity": "quantities",
     "search": "layouts",
+    "stage_work": "stages",
     "trace": "tracing",
     "traced": "decoders",
 }

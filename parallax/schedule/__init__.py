@@ -1,17 +1,12 @@
-"""Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself, and CSV files of it."""
+"""Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself,
+and CSV files of it."""
 
-from parallax.schedule.choice import Time, compared
 from parallax.schedule.files import from_csv, to_csv
+from parallax.schedule.jobs import LANES, Cost, Job
 from parallax.schedule.makers import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
-from parallax.schedule.orders import (
-    Job,
-    from_orders,
-    greedy,
-    one_f_one_b,
-    zero_bubble,
-)
+from parallax.schedule.orders import from_orders, greedy, one_f_one_b, zero_bubble
 from parallax.schedule.places import looped_placement, v_placement
-from parallax.schedule.table import LANES, CannotRun, Cost, Phase, Schedule, Span, job_name
+from parallax.schedule.table import CannotRun, Phase, Schedule, Span, job_name
 
 __all__ = [
     "LANES",
@@ -21,8 +16,6 @@ __all__ = [
     "Phase",
     "Schedule",
     "Span",
-    "Time",
-    "compared",
     "from_csv",
     "from_orders",
     "gpipe",

@@ -1,38 +1,33 @@
-"""Schedules of one job a tick and stage: functions that make the order of each stage's jobs, from which `in_order` makes ticks.
+"""Schedules with at most one job per stage in a tick: functions that make the order of each stage's
+jobs, and `from_orders`, which makes the table.
 
-The legend: P stages, M microbatches, v chunks a stage, F forward, I input gradient, W weight gradient.
+The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
+gradient.
 """
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from parallax.schedule.jobs import LANES, Job, start_times
 from parallax.schedule.makers import checked_sizes
 from parallax.schedule.places import looped_placement
-from parallax.schedule.table import LANES, Schedule
+from parallax.schedule.table import CannotRun, Schedule
 
-URGENCY = ("backward", "forward", "weight")  # which of the jobs that are ready comes first
-
-
-class Job(NamedTuple):
-    """One job of an order: `lane` is "forward", "backward" (I) or "weight"; `place` is the chunk's place in the model."""
-
-    lane: str
-    microbatch: int
-    place: int
+URGENCY = ("backward", "forward", "weight")  # of the jobs that are ready
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W), W follows I at once.
+    """1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W).
 
-    Stage s runs P - 1 - s microbatches forward, then one forward and one backward in turns (arXiv 2104.04473, section 2.2).
+    Stage s runs P - 1 - s microbatches forward, and then alternates one forward and one backward;
+    W follows I at once (arXiv 2104.04473, section 2.2).
 
     Raises:
-        ValueError: a size below 1 or that is no whole number.
+        ValueError: a size is below 1, or is not a whole number.
     """
     P, M = checked_sizes(stages=stages, microbatches=microbatches)
     orders = []
@@ -40,39 +35,40 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
-        turns = itertools.chain.from_iterable(
-            itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
-        )
-        orders.append(list(itertools.chain(*forward[:ahead], *turns)))
+        pairs = itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
+        orders.append(list(itertools.chain(*forward[:ahead], *itertools.chain(*pairs))))
     return from_orders(orders, looped_placement(P))
 
 
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Each stage runs I as soon as it can, F while it holds fewer than `in_flight` microbatches, by default P, and else W.
+    """Each stage runs I as soon as it can, else F while it holds fewer than `in_flight`
+    microbatches, by default P, else W.
 
-    With chunks a microbatch in flight is v of them.
+    With chunks, a microbatch in flight is v of them.
 
-    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241): with P in flight their ZB-H1.
+    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241): with P in flight their
+    ZB-H1.
 
     Raises:
-        ValueError: a size below 1 or that is no whole number.
+        ValueError: a size is below 1, or is not a whole number.
     """
     P, M, v = checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
-    (held,) = checked_sizes(in_flight=P if in_flight is None else in_flight)
-    return greedy(looped_placement(P, v), M, [held * v] * P)
+    (most,) = checked_sizes(in_flight=P if in_flight is None else in_flight)
+    return greedy(looped_placement(P, v), M, [most * v] * P)
 
 
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]
 ) -> Schedule:
-    """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than `held` chunks, else a W.
+    """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than
+    `held` chunks, else a W.
 
-    Of F the furthest place comes first, of I the microbatch that began first.
+    Of several F the one at the last place runs first, of several I the earliest microbatch.
     """
     P, last = places.shape[1], places.size - 1
-    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
+    homes = homes_of(places)
     orders: list[list[Job]] = [[] for _ in range(P)]
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
@@ -84,11 +80,8 @@ def greedy(
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
         begin, before = [], left
         for s in range(P):
-            may = [
-                lane
-                for lane in URGENCY
-                if ready[s][lane] and not (lane == "forward" and holds[s] >= held[s])
-            ]
+            full = holds[s] >= held[s]
+            may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and full)]
             if may:
                 microbatch, place = heapq.heappop(ready[s][may[0]])
                 job = Job(may[0], microbatch, -place)
@@ -98,7 +91,7 @@ def greedy(
                 left -= 1
         if left == before:
             raise ValueError(
-                f"No stage can go on with {held} chunks held at most. Let them hold more."
+                f"No stage can go on with at most {held} chunks held. Let the stages hold more."
             )
     return from_orders(orders, places)
 
@@ -106,41 +99,50 @@ def greedy(
 def from_orders(
     orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]
 ) -> Schedule:
-    """Each stage's jobs in the order given, each in the first tick in which all that it needs is there.
+    """Each stage's jobs in the order given, each in the first tick in which it can run.
 
     Raises:
-        ValueError: a job waits for one that never comes, or that comes after it.
+        ValueError: a job waits for one that never runs, or that comes after it.
     """
-    chunk = {int(place): c for (c, _), place in np.ndenumerate(places)}
-    homes = {int(place): s for (_, s), place in np.ndenumerate(places)}
-    last, v = places.size - 1, len(places)
-    done: dict[Job, int] = {}
-    begun, rows = [0] * len(orders), []
-    while any(i < len(order) for i, order in zip(begun, orders, strict=True)):
-        tick, row = len(rows), np.full((3, len(orders)), -1)
-        for s, order in enumerate(orders):
-            job = order[begun[s]] if begun[s] < len(order) else None
-            if job is not None and all(
-                done.get(needed, tick) < tick for needed in needs(job, last)
-            ):
-                if homes.get(job.place) != s:
-                    raise ValueError(
-                        f"stage {s} has a job at place {job.place}, which is on stage {homes.get(job.place)}."
-                    )
-                row[LANES.index(job.lane), s] = job.microbatch * v + chunk[job.place]
-        if (row < 0).all():
-            s = next(s for s, order in enumerate(orders) if begun[s] < len(order))
-            job = orders[s][begun[s]]
-            missing = next(needed for needed in needs(job, last) if needed not in done)
-            raise ValueError(
-                f"stage {s} waits for ever before {_named(job)}: it needs {_named(missing)}, on stage {homes[missing.place]}, "
-                "which comes in no tick before. Change the order of one of the two stages."
-            )
-        for s in np.flatnonzero((row >= 0).any(axis=0)).tolist():
-            done[orders[s][begun[s]]] = tick
-            begun[s] += 1
-        rows.append(row)
-    return Schedule(*np.array(rows).transpose(1, 0, 2), placement=places)
+    homes = homes_of(places)
+    for stage, order in enumerate(orders):
+        for job in order:
+            if homes.get(job.place) != stage:
+                raise ValueError(
+                    f"stage {stage} has a job at place {job.place}, which is on stage "
+                    f"{homes.get(job.place)}."
+                )
+    starts = start_times(orders, homes, dict.fromkeys(LANES, 1))
+    jobs = [(int(tick), job) for job, tick in starts.items()]
+    return Schedule(*tables_of(jobs, places), placement=places)
+
+
+def tables_of(
+    jobs: Iterable[tuple[int, Job]],
+    places: Shaped[np.ndarray, "chunks stages"],
+    ticks: int | None = None,
+) -> Int[np.ndarray, "lanes ticks stages"]:
+    """The tables of jobs with their ticks; without `ticks`, the last job is in the last tick.
+
+    Raises:
+        CannotRun: a stage has two jobs of a lane in one tick.
+    """
+    jobs = list(jobs)
+    count = 1 + max((tick for tick, _ in jobs), default=-1) if ticks is None else ticks
+    tables = np.full((len(LANES), count, places.shape[1]), -1)
+    cells = {int(place): cell for cell, place in np.ndenumerate(places)}
+    for tick, job in jobs:
+        chunk, stage = cells[job.place]
+        cell = LANES.index(job.lane), tick, stage
+        if tables[cell] >= 0:
+            raise CannotRun(tick, stage, f"has two {job.lane} jobs. Write them in two ticks.")
+        tables[cell] = job.microbatch * len(places) + chunk
+    return tables
+
+
+def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
+    """The stage of each place of the model."""
+    return {int(place): stage for (_, stage), place in np.ndenumerate(places)}
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
@@ -152,18 +154,3 @@ def followers(job: Job, last: int) -> Iterator[Job]:
         yield Job("weight", m, place)
         if place > 0:
             yield Job("backward", m, place - 1)
-
-
-def needs(job: Job, last: int) -> Iterator[Job]:
-    """The jobs whose results a job needs; `last` is the last place of the model."""
-    lane, m, place = job
-    if lane == "forward" and place > 0:
-        yield Job("forward", m, place - 1)
-    if lane == "backward":
-        yield Job("backward", m, place + 1) if place < last else Job("forward", m, place)
-    if lane == "weight":
-        yield Job("backward", m, place)
-
-
-def _named(job: Job) -> str:
-    return f"{job.lane} of microbatch {job.microbatch} at place {job.place}"

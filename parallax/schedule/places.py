@@ -1,4 +1,5 @@
-"""Where a chunk stands in the model, and where what a job makes waits until it is used: slots. NumPy only."""
+"""The placement of chunks in the model, and slots for what a job leaves until it is used. NumPy
+only."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -7,22 +8,22 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-Placement = Shaped[
-    np.ndarray, "chunks stages"
-]  # the place in the model of chunk c of stage s, 0 to chunks x stages - 1
+# The place in the model of chunk c of stage s, 0 to chunks x stages - 1
+Placement = Shaped[np.ndarray, "chunks stages"]
 
 
 def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
-    """The placement, which cannot be written to; refused with a `ValueError` where it is none. `name` is who needs it."""
+    """The placement, which cannot be written to; refused with a `ValueError` where it is not one.
+
+    `name` is the function that needs it.
+    """
     placed = np.array(placement)
-    if (
-        placed.ndim != 2
-        or not placed.size
-        or not np.array_equal(np.sort(placed, axis=None), np.arange(placed.size))
-    ):
+    places = np.arange(placed.size)
+    if placed.ndim != 2 or not placed.size or (np.sort(placed, axis=None) != places).any():
         raise ValueError(
-            f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 once, such as a schedule's "
-            f"`placed`, or schedule.looped_placement(stages, chunks); got {np.array(placement).tolist()}."
+            f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 "
+            "once, such as a schedule's `placed`, or schedule.looped_placement(stages, chunks); "
+            f"got {placed.tolist()}."
         )
     placed = placed.astype(np.int32)
     placed.setflags(write=False)
@@ -30,7 +31,7 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Chunk c of stage s at place c P + s: after the last stage the model goes on at the first."""
+    """Chunk c of stage s at place c P + s: after the last stage the model continues at the first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
@@ -40,14 +41,14 @@ def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
 
 
 class Interval(NamedTuple):
-    """The ticks in which something waits: from `start` on, no longer in `stop`."""
+    """The ticks in which a slot is in use: from `start` on, until before `stop`."""
 
     start: int
     stop: int
 
 
 def fewest(intervals: Sequence[Interval]) -> list[int]:
-    """A slot for each interval, so that no two that overlap share one: as few slots as there can be."""
+    """A slot for each interval, so that no two that overlap share one, with the fewest slots."""
     slots, busy, free = [0] * len(intervals), [], []
     count = 0
     for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
@@ -64,9 +65,9 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """The slot of each job, by lane: the first lane writes it, and it is free again after the last lane's tick.
+    """The slot of each job, by lane: the first lane writes it, and it is free after the last lane's.
 
-    Where the first lane has no job, it is the lowest slot that is free then; where another has none, -1.
+    Where the first lane has no job it is the lowest free slot; where another lane has none, -1.
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}

@@ -1,29 +1,35 @@
-"""What a pipeline schedule is: integer tables, checked when they are made, that say which job each stage runs in each tick.
+"""A pipeline schedule: integer tables, checked when they are made, of the job that each stage runs
+in each tick.
 
-The legend: P stages, M microbatches, v chunks a stage, F forward, B backward, I input gradient, W weight gradient; a job is one
-chunk of one microbatch, numbered microbatch * v + chunk. A table is ticks x stages, -1 where the stage rests. The placement,
-[v, P], is the place in the model of each stage's chunks.
+The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
+weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. A table is
+ticks x stages, and -1 where the stage is idle. The placement, [v, P], is the place in the model of
+each stage's chunks.
 
-There are two ways to run a table, and the table says which (`per_stage`):
+There are two ways to run a table, and the table decides which (`per_stage`):
 
-* In *lockstep*, ticks are paired: in one tick a stage runs at most one forward, then at most one backward, then at most one
-  weight job, so a pipeline that is full runs F and B in every tick. What leaves a stage in tick t is used by the next stage in
-  tick t + 1, or never: there are no receive queues. The placement is looped.
-* *Per stage*: each has a job of its own in each tick, or none. What leaves a stage in tick t is there from tick t + 1 on, and
-  waits in a slot until it is used. Any chunk may be at any place of the model.
+* In *lockstep*, ticks are paired: in one tick a stage runs at most one forward, then at most one
+  backward, then at most one weight job, so a full pipeline runs F and B in every tick. The output of
+  tick t is used by the next stage in tick t + 1, or never: there are no receive queues. The
+  placement is looped.
+* *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
+  available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
+  of the model.
 
-Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the tables.
+Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
+tables.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
+from parallax.schedule.jobs import LANES, Cost, Job, start_times
 from parallax.schedule.places import (
     Interval,
     Placement,
@@ -33,17 +39,14 @@ from parallax.schedule.places import (
     looped_placement,
 )
 
-Cost = float | int  # of one microbatch through a whole stage, in any unit of time
-LANES = ("forward", "backward", "weight")  # in the order in which they run within a tick
-
 
 class Phase(NamedTuple):
-    """Ticks in each of which the same lanes run, each on some stage: as long a stretch as there is.
+    """Successive ticks in which the same lanes run, each on some stage: the longest such stretch.
 
     Attributes:
         start: its first tick.
         stop: the tick after its last.
-        lanes: those that run, of "forward", "backward" and "weight", in the order in which they run within a tick.
+        lanes: those that run, of "forward", "backward" and "weight", in their order within a tick.
     """
 
     start: int
@@ -55,12 +58,12 @@ class Span(NamedTuple):
     """One job on one stage.
 
     Attributes:
-        stage: where it runs, from 0.
+        stage: the stage that runs it, from 0.
         lane: "forward", "backward" or "weight".
-        microbatch: which, from 0.
+        microbatch: its number, from 0.
         chunk: the chunk of the stage's layers, from 0.
-        start: when it begins, in the unit of the costs; the first job begins at 0.
-        stop: when it ends.
+        start: the time at which it begins, in the unit of the costs; the first job begins at 0.
+        stop: the time at which it ends.
     """
 
     stage: int
@@ -72,7 +75,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one job sends and another uses.
+    """The output of one job that another uses.
 
     Attributes:
         sent: the tick at whose end it leaves.
@@ -88,7 +91,10 @@ class Message(NamedTuple):
 
 
 class CannotRun(ValueError):
-    """A table that cannot run. The message names the job, the tick and the stage; `tick` is that tick."""
+    """The error for a table that cannot run.
+
+    The message names the job, the tick and the stage; `tick` is that tick.
+    """
 
     def __init__(self, tick: int, stage: int, problem: str):
         super().__init__(f"tick {tick}, stage {stage}: {problem}")
@@ -99,19 +105,21 @@ class CannotRun(ValueError):
 class Schedule:
     """A pipeline schedule: each job once, in a tick after what it needs.
 
-    The tables are whole numbers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 where the stage rests. They are copied
-    and cannot be written to.
+    The tables are whole numbers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 where the
+    stage is idle. They are copied and cannot be written to.
 
     Args:
         forward: the forward jobs.
         backward: the jobs of both gradients, or, with a weight lane, of the input gradient alone.
-        weight: the jobs of the weight gradient, where the two are taken apart.
-        chunks: v, of each stage, with a looped placement: chunk c of stage s at place c P + s.
-        placement: where in the model chunk c of stage s stands, `[chunks, stages]`: each of 0 to vP - 1 once, 0 on stage 0.
+        weight: the jobs of the weight gradient, where it is separate.
+        chunks: v, per stage, with a looped placement: chunk c of stage s at place c P + s.
+        placement: the place in the model of chunk c of stage s, `[chunks, stages]`: each of 0 to
+            vP - 1 once, 0 on stage 0.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
-        ValueError: the arrays are no such tables or differ in shape, a job is nowhere, or `chunks` is below 1.
+        ValueError: the arrays are not such tables or differ in shape, a job is missing, or `chunks`
+            is below 1.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
@@ -122,46 +130,28 @@ class Schedule:
 
     def __post_init__(self):
         """Freeze the tables, then check them."""
-        if (
-            isinstance(self.chunks, bool)
-            or not isinstance(self.chunks, int | np.integer)
-            or self.chunks < 1
-        ):
+        is_whole = isinstance(self.chunks, int | np.integer) and not isinstance(self.chunks, bool)
+        if not is_whole or self.chunks < 1:
             raise ValueError(
-                f"A stage has at least one chunk, a whole number of them, got chunks={self.chunks!r}."
+                "A stage has at least one chunk, a whole number of them, got "
+                f"chunks={self.chunks!r}."
             )
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
-            if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
-                raise ValueError(
-                    f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape {table.shape}. "
-                    "Write one row a tick and -1 where a stage rests."
-                )
-            if table.shape != np.shape(self.forward):
-                raise ValueError(
-                    f"The tables must have one shape, got forward {np.shape(self.forward)} and {lane} {table.shape} "
-                    "(ticks x stages). Pad the shorter one with rows of -1."
-                )
-            if table.min() < -1 or table.max() >= len(table):
-                tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
-                raise CannotRun(
-                    tick,
-                    stage,
-                    f"{lane} of job {table[tick, stage]}: jobs are numbered from 0 and {len(table)} ticks hold at most "
-                    f"{len(table)}. Use -1 where the stage rests, else microbatch * chunks + chunk.",
-                )
+            _check_table(lane, table, np.shape(self.forward))
             object.__setattr__(self, lane, _frozen(table))
         P = self.forward.shape[1]
         placement = looped_placement(P, self.chunks) if self.placement is None else self.placement
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
             raise ValueError(
-                f"The placement must be [chunks, {P}], as the tables have stages; got {placement.tolist()}."
+                f"The placement must be [chunks, {P}], since the tables have {P} stages; got "
+                f"{placement.tolist()}."
             )
         if placement[:, 0].min() != 0:
             raise ValueError(
-                f"Place 0 of the model must be on stage 0, where what enters is at hand; got {placement.tolist()}. Number the "
-                "stages from it on."
+                "Place 0 of the model must be on stage 0, where what enters is at hand; got "
+                f"{placement.tolist()}. Number the stages from it on."
             )
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "chunks", len(placement))
@@ -174,7 +164,8 @@ class Schedule:
     @property
     def lanes(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
         """The tables by name, in the order in which they run within a tick."""
-        return {lane: table for lane in LANES if (table := getattr(self, lane)) is not None}
+        tables = {lane: getattr(self, lane) for lane in LANES}
+        return {lane: table for lane, table in tables.items() if table is not None}
 
     @property
     def ticks(self) -> int:
@@ -194,14 +185,12 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether each stage has a job of its own in each tick: W is apart, and no stage has two jobs in one tick.
+        """Whether each stage has a job of its own in each tick; else all stages run in lockstep.
 
-        Else all stages run in lockstep.
+        It holds where W is separate and no stage has two jobs in one tick.
         """
-        return (
-            self.weight is not None
-            and not (np.sum([table >= 0 for table in self.lanes.values()], axis=0) > 1).any()
-        )
+        jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)
+        return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
     def microbatches(self) -> int:
@@ -212,20 +201,19 @@ class Schedule:
     def phases(self) -> tuple[Phase, ...]:
         """The stretches over which the same lanes run, each of them one loop without a conditional.
 
-        1F1B has three: forward alone, both, backward alone; the zero-bubble schedule has four.
+        1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
         """
         return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """What each stage does where it has one job at most: 0 nothing, 1 F, 2 I, 3 W."""
-        return _frozen(
-            sum((table >= 0) * number for number, table in enumerate(self.lanes.values(), 1))
-        )
+        """The kind of each stage's job, if it has at most one: 0 nothing, 1 F, 2 I, 3 W."""
+        numbered = enumerate(self.lanes.values(), 1)
+        return _frozen(sum((table >= 0) * number for number, table in numbered))
 
     @cached_property
     def jobs(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The job of each stage where it has one at most, whatever it is of; -1 where it has none."""
+        """The job of each stage, of any kind, if it has at most one; -1 where it has none."""
         return _frozen(np.maximum.reduce(list(self.lanes.values())))
 
     @property
@@ -238,26 +226,28 @@ class Schedule:
     ) -> float:
         """The time of all ticks, each with an exchange, `hop`, at its end.
 
-        In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick takes that of the dearest
-        job in it. Costs are of one microbatch through a whole stage (a chunk costs 1/v), in any unit. By default `backward` is
-        1 where it is the input gradient alone, and 2 where it is both, so that schedules of the same work compare.
+        In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick
+        takes the time of its most expensive job. Costs are of one microbatch through a whole stage
+        (a chunk costs 1/v), in any unit. By default `backward` is 1 where it is only the input
+        gradient, and 2 where it is both, so that schedules of the same work compare.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """The part of `makespan`, as a time, in which a stage rests: `makespan` less its work, M(F + B) or M(F + I + W)."""
-        rests = np.subtract(
-            self.timed_ticks(forward, backward, weight), self.microbatches * self.chunks
-        )
-        return float(rests @ self._costs(forward, backward, weight))
+        """The idle time of a stage in `makespan`: `makespan` less its work, M(F + B) or
+        M(F + I + W)."""
+        work = self.microbatches * self.chunks
+        idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
+        return float(idle @ self._costs(forward, backward, weight))
 
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """In how many ticks each lane takes time, by which `makespan` adds up.
+        """The number of ticks in which each lane takes time, by which `makespan` adds up.
 
-        In lockstep those in which any stage runs it; per stage those in which it is the dearest job that any stage has.
+        In lockstep, the ticks in which any stage runs it; per stage, those in which it is the most
+        expensive job of any stage.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
@@ -269,20 +259,20 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """When every job runs in one program on all devices, which exchange at the end of each tick: the last by `makespan`."""
+        """The time of every job in one program on all devices, which exchange after each tick.
+
+        The last job ends at `makespan`.
+        """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
         for tick in range(self.ticks):
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
+                # In lockstep all stages run a lane, and then the next one.
+                start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
-                start = (
-                    now if self.per_stage else stop
-                )  # in lockstep all stages run a lane, and then the next one
-                spans += [
-                    Span(s, lane, job // self.chunks, job % self.chunks, start, start + cost)
-                    for s, job in jobs
-                ]
+                for s, job in jobs:
+                    spans.append(Span(s, lane, *divmod(job, self.chunks), start, start + cost))
                 stop = max(stop, start + cost) if jobs else stop
             now = stop + hop
         return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
@@ -290,57 +280,57 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """When every job runs if no stage waits for another's tick, as separate programs with messages could.
+        """The time of every job if no stage waits for a tick's end, as in separate programs with
+        messages.
 
-        Each stage keeps the order of its tables and starts a job once it is free and the input is there, `hop` after it left the
-        stage before. With `hop=0` no job is later than in `lockstep`.
+        Each stage keeps the order of its tables and starts a job once it is free and the input has
+        arrived, `hop` after it left the stage before. With `hop=0` no job is later than in
+        `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
-        free = [0.0] * self.stages
-        left: dict[tuple[str, int, int], float] = {}
-        spans = []
-        # Tick by tick, F before B before W, is an order in which every input comes before its use: the tables were checked.
+        stages, chunks = self._homes
+        orders: list[list[Job]] = [[] for _ in range(self.stages)]
+        # Within a tick F runs before B, and B before W.
         for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
             for s, job in enumerate(table[tick].tolist()):
                 if job >= 0:
-                    before = self._before(lane, s, job)
-                    arrival = (
-                        0.0
-                        if before is None
-                        else left[lane, *before] + (hop if before[0] != s else 0)
-                    )
-                    start = max(free[s], arrival)
-                    left[lane, s, job] = free[s] = start + costs[lane]
-                    spans.append(
-                        Span(s, lane, job // self.chunks, job % self.chunks, start, free[s])
-                    )
-        return tuple(spans)
+                    microbatch, chunk = divmod(job, self.chunks)
+                    orders[s].append(Job(lane, microbatch, int(self.placed[chunk, s])))
+        starts = start_times(orders, dict(enumerate(stages.tolist())), costs, hop)
+
+        def spans() -> Iterator[Span]:
+            for (lane, microbatch, place), start in starts.items():
+                home = int(stages[place]), lane, microbatch, int(chunks[place])
+                yield Span(*home, start, start + costs[lane])
+
+        return tuple(sorted(spans(), key=lambda span: (span.start, span.stage)))
 
     def asynchronous_makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
-        """When the last job of `asynchronous` stops, in the unit of the costs."""
+        """The time at which the last job of `asynchronous` stops, in the unit of the costs."""
         return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """The most microbatches each stage holds residuals of, from a job's forward tick to its last gradient's, both included.
+        """The most microbatches that each stage holds residuals of.
 
-        A chunk's residuals count 1/v: in each stage this is the number of slots it needs, over v.
+        It holds them from a job's forward tick to its last gradient's, both included. A chunk's
+        residuals count 1/v: per stage this is the number of slots that it needs, over v.
         """
-        last = list(self.lanes.values())[-1]
-        made = np.cumsum(self.forward >= 0, axis=0)
-        freed = np.cumsum(last >= 0, axis=0) - (
-            last >= 0
-        )  # what is freed in a tick is held until its end
-        return (made - freed).max(axis=0) / self.chunks
+        last = list(self.lanes.values())[-1] >= 0
+        saved = np.cumsum(self.forward >= 0, axis=0)
+        # A slot that is freed in a tick is in use until its end.
+        freed = np.cumsum(last, axis=0) - last
+        return (saved - freed).max(axis=0) / self.chunks
 
     @cached_property
     def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """Where a job's residuals lie: by lane, the slot that a stage writes (forward) or reads (the others) in each tick, or -1.
+        """The slot of each job's residuals: written by the forward lane, read by the others, or -1.
 
-        Two jobs that are held at one time never share a slot, and no colouring needs fewer: the intervals are coloured in order
-        of their start, each with the lowest free slot. A slot freed in tick t is written again in tick t + 1 at the earliest.
+        Two jobs in use at one time never share a slot, and no allocation needs fewer: the intervals
+        are coloured in order of their start, each with the lowest free slot. A slot freed in tick t
+        is written again in tick t + 1 at the earliest.
         """
         return {
             lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane]))
@@ -349,29 +339,34 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, but where the forward lane has no job: there it is the lowest slot that is free."""
+        """`slots`, but with the lowest free slot where the forward lane has no job."""
         return coloured(self.lanes)
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """With a weight lane, the slots for what I hands to W: written in `backward`, read in `weight`; else none.
+        """With a weight lane, the slots of what I leaves for W; else none.
 
-        Where `backward` has no job it is the lowest free slot, and -1 where `weight` has none.
+        They are written in `backward` and read in `weight`. Where `backward` has no job it is the
+        lowest free slot, and -1 where `weight` has none.
         """
-        return (
-            {}
-            if self.weight is None
-            else coloured({"backward": self.backward, "weight": self.weight})
-        )
+        if self.weight is None:
+            return {}
+        return coloured({"backward": self.backward, "weight": self.weight})
 
     @property
     def slot_count(self) -> int:
-        """The slots that the neediest stage needs, each for one chunk of one microbatch: 2P - 1 for 1F1B, whatever M is."""
+        """The slots of the stage that needs most, each for one chunk of one microbatch.
+
+        For 1F1B in lockstep they are 2P - 1, whatever M is.
+        """
         return int(self.slots["forward"].max()) + 1
 
     @property
     def deferred_count(self) -> int:
-        """The slots of `deferred_slots`, each for one chunk of one microbatch: P for the zero-bubble schedule, whatever M is."""
+        """The slots of `deferred_slots`, each for one chunk of one microbatch.
+
+        For the zero-bubble schedule in lockstep they are P, whatever M is.
+        """
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
@@ -380,7 +375,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents, those that stay on their stage among them."""
+        """All activations and cotangents, also those that stay on their stage."""
         stages, _ = self._homes
         forward, backward = self._when["forward"], self._when["backward"]
         messages = []
@@ -395,7 +390,8 @@ class Schedule:
 
     @cached_property
     def from_head(self) -> tuple[Message, ...]:
-        """The cotangents that the head makes, in the tick in which the last place's F ends, on that stage."""
+        """The cotangents of the head, made on the stage and in the tick in which the last place's
+        F ends."""
         last = self.last
         forward, backward = self._when["forward"], self._when["backward"]
         pairs = zip(forward[:, -1].tolist(), backward[:, -1].tolist(), strict=True)
@@ -403,23 +399,24 @@ class Schedule:
 
     @cached_property
     def arrivals(self) -> Mapping[Message, int]:
-        """The slot in which each message waits on its stage; in lockstep only cotangents of the head wait."""
+        """The slot in which each message waits on its stage.
+
+        In lockstep only the head's cotangents wait.
+        """
         slots: dict[Message, int] = {}
-        everything = (*self.messages, *self.from_head) if self.per_stage else self.from_head
-        # In lockstep the head runs before the job that uses an arrival in the same tick; per stage it runs after the jobs.
+        waiting = (*self.messages, *self.from_head) if self.per_stage else self.from_head
+        # In lockstep the head runs before the job that uses its cotangent in the same tick; per
+        # stage it runs after the jobs.
         until = 0 if self.per_stage else 1
         for s in range(self.stages):
-            to_stage = [message for message in everything if message.target == s]
-            slots |= zip(
-                to_stage,
-                fewest([Interval(message.sent, message.used + until) for message in to_stage]),
-                strict=True,
-            )
+            to_stage = [message for message in waiting if message.target == s]
+            intervals = [Interval(message.sent, message.used + until) for message in to_stage]
+            slots |= zip(to_stage, fewest(intervals), strict=True)
         return slots
 
     @property
     def arrival_count(self) -> int:
-        """The slots for messages that the neediest stage needs."""
+        """The slots for messages of the stage that needs most."""
         return max(self.arrivals.values()) + 1
 
     @cached_property
@@ -440,20 +437,9 @@ class Schedule:
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
-    def _before(self, lane: str, stage: int, job: int) -> tuple[int, int] | None:
-        """The stage and the job whose output is this job's input; None at the ends of the pipeline and for weight gradients."""
-        if lane == "weight":
-            return None
-        microbatch, chunk = divmod(job, self.chunks)
-        place = int(self.placed[chunk, stage]) + (-1 if lane == "forward" else 1)
-        if not 0 <= place < self.placed.size:
-            return None
-        stages, chunks = self._homes
-        return int(stages[place]), microbatch * self.chunks + int(chunks[place])
-
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """The stretches of ticks over which the same lanes run; `runs` has by name whether a lane does, [ticks]."""
+    """The stretches of ticks over which the same lanes run; `runs` says by name where, [ticks]."""
     table = np.stack(list(runs.values()), axis=1)
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
     lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
@@ -466,7 +452,7 @@ def job_name(microbatch: int, chunk: int, chunks: int) -> str:
 
 
 def backward_cost(schedule: Schedule, backward: Cost | None) -> Cost:
-    """`backward`; by default 1 where the gradient of weights is a job of its own, and 2 where a backward job is both."""
+    """`backward`; by default 1 where W is a job of its own, and 2 where a backward job is both."""
     if backward is not None:
         return backward
     return 2 if schedule.weight is None else 1
@@ -478,67 +464,86 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
     return table
 
 
+def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Refuse an array that is not a table of jobs of this shape."""
+    if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
+        raise ValueError(
+            f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
+            f"{table.shape}. Write one row a tick and -1 where a stage rests."
+        )
+    if table.shape != shape:
+        raise ValueError(
+            f"The tables must have one shape, got forward {shape} and {lane} {table.shape} "
+            "(ticks x stages). Pad the shorter one with rows of -1."
+        )
+    if table.min() < -1 or table.max() >= len(table):
+        tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
+        problem = (
+            f"{lane} of job {table[tick, stage]}: jobs are numbered from 0 and {len(table)} ticks "
+            f"hold at most {len(table)}. Use -1 where the stage rests, else microbatch * chunks + "
+            "chunk."
+        )
+        raise CannotRun(tick, stage, problem)
+
+
 def _check(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run."""
     if not schedule.microbatches:
         raise ValueError(
-            f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a microbatch."
+            f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
+            "microbatch."
         )
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
-    stages, _ = schedule._homes
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
-            f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of its own in a tick: a table of "
-            "W, and no stage with two jobs in one tick. Take the backward jobs apart into I and W, each in a tick of its own."
+            f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of "
+            "its own in a tick: a table of W, and no stage with two jobs in one tick. Take the "
+            "backward jobs apart into I and W, each in a tick of its own."
         )
-    for lane, step, source in (
-        ("forward", 1, "forward at the place before"),
-        ("backward", -1, "backward at the place after"),
-    ):
+    for lane, step, source in (("forward", 1, "before"), ("backward", -1, "after")):
         walk, places = when[lane][:, ::step], range(last + 1)[::step]
         waits = np.diff(walk, axis=1)
         wrong = np.argwhere(waits < 1 if per_stage else waits != 1).tolist()
         if wrong:
             m, k = wrong[0]
-            needed = int(walk[m, k])
-            needs = f"needs what stage {stages[places[k]]} hands on in tick {needed}, which is there in tick {needed + 1} only. "
-            needs += f"Move it to tick {needed + 1}."
-            if per_stage:
-                needs = f"needs its {source}, which runs in tick {needed}. Move it to tick {needed + 1} or later."
+            tick = int(walk[m, k])
+            needs = (
+                f"needs its {lane} at the place {source}, which runs in tick {tick}. Move it to "
+                f"tick {tick + 1}{' or later' if per_stage else ''}."
+            )
             raise _cannot_run(schedule, lane, m, places[k + 1], needs)
-    # The walks from stage to stage are right, so the rest follows from the places where one lane sets off another.
+    # The walks from stage to stage are right, so the rest follows from the places where one lane
+    # starts another.
+    everywhere = list(range(last + 1))
     for lane, cause, places in (
         ("backward", "forward", [last]),
-        ("weight", "backward", list(range(last + 1))),
+        ("weight", "backward", everywhere),
     ):
-        early = (
-            np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist()
-            if lane in when
-            else []
-        )
+        if lane not in when:
+            continue
+        early = np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist()
         if early:
             m, k = early[0]
-            needed = when[cause][m, places[k]]
-            needs = f"comes before its {cause}, which runs in tick {needed}. Move it to that tick or a later one."
+            needs = (
+                f"comes before its {cause}, which runs in tick {when[cause][m, places[k]]}. Move "
+                "it to that tick or a later one."
+            )
             raise _cannot_run(schedule, lane, m, places[k], needs)
-    idle = np.flatnonzero(
-        np.all([(table < 0).all(axis=1) for table in schedule.lanes.values()], axis=0)
-    ).tolist()
-    if idle and not per_stage:
-        raise CannotRun(
-            idle[0], 0, "no job runs here, nor on any other stage. Leave this tick out."
-        )
+    idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
+    if idle.size and not per_stage:
+        problem = "no job runs here, nor on any other stage. Leave this tick out."
+        raise CannotRun(int(idle[0]), 0, problem)
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """The refusal of the job at a place of the model, in the tick and on the stage where the tables have it."""
+    """The refusal of a job at a place of the model, with its tick and its stage."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """The tick of every job of `lane`, by microbatch and place of the model: each runs exactly once."""
+    """The tick of every job of `lane`, by microbatch and place of the model: each runs once."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
@@ -548,32 +553,20 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     when[m, place] = ticks
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
-        again = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
-        tick, s, microbatch, chunk = (int(each[again]) for each in (ticks, stages, m, c))
-        what = _job(schedule, lane, microbatch, chunk)
-        raise CannotRun(
-            tick, s, f"{what} has already run in tick {ticks[first[job[again]]]}. Keep one."
-        )
+        second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
+        name = _job(schedule, lane, int(m[second]), int(c[second]))
+        problem = f"{name} has already run in tick {ticks[first[job[second]]]}. Keep one."
+        raise CannotRun(int(ticks[second]), int(stages[second]), problem)
     if (when < 0).any():
         m, place = np.argwhere(when < 0)[0].tolist()
         stage, chunk = (int(home[place]) for home in schedule._homes)
-        there = np.flatnonzero(when[m] >= 0)
-        job = _job(schedule, lane, m, chunk)
-        if schedule.per_stage:
-            raise ValueError(
-                f"{job} runs in no tick on stage {stage}. Add it, or leave that microbatch out."
-            )
-        if not len(there):
-            raise ValueError(
-                f"{job} runs in no tick, on no stage. Add it, or number the microbatches from 0 without a gap."
-            )
-        step = {"forward": 1, "backward": -1, "weight": 0}[lane]
-        tick = int(when[m, there[0]]) + step * (place - int(there[0]))
-        raise CannotRun(tick, stage, f"{job} is missing on stage {stage}. Put it here.")
+        raise ValueError(
+            f"{_job(schedule, lane, m, chunk)} runs in no tick on stage {stage}. Add it, or number "
+            "the microbatches from 0 without a gap."
+        )
     return when
 
 
 def _job(schedule: Schedule, lane: str, microbatch: int, chunk: int) -> str:
-    return f"{lane} of microbatch {microbatch}" + (
-        f", chunk {chunk}," if schedule.chunks > 1 else ""
-    )
+    of_chunk = f", chunk {chunk}," if schedule.chunks > 1 else ""
+    return f"{lane} of microbatch {microbatch}{of_chunk}"

@@ -1,0 +1,100 @@
+"""The work of a pipeline's parts: the operations of all products of F, I, W and the head, counted
+in their traces.
+
+Legend: F a chunk's forward pass, I the input's cotangent, W the gradients of its weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
+
+from parallax import mesh as meshes
+from parallax import trees
+from parallax._typing import PyTree
+from parallax.collectives import Axis, AxisLike
+from parallax.jaxprs import inner, opened
+from parallax.pipeline.exchange import whole
+from parallax.pipeline.jobs import Functions, Jobs
+from parallax.pipeline.save import Save, residuals
+from parallax.plan import primitives
+from parallax.schedule import Schedule
+
+
+class StageWork(NamedTuple):
+    """Operations in products, of one microbatch on one device: 2 for each term of each sum.
+
+    Attributes:
+        forward: of F, of one chunk.
+        backward: of I, of one chunk; with `save=inputs` it includes the second forward pass.
+        weight: of W, of one chunk.
+        head: of the head and its gradient.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    head: int
+
+    def costs(self, chunks: int = 1) -> tuple[int, int, int]:
+        """F, I and W of a whole stage, as `Schedule.makespan` takes them."""
+        return self.forward * chunks, self.backward * chunks, self.weight * chunks
+
+
+def stage_work(
+    embed: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    schedule: Schedule,
+    axis: AxisLike,
+    *,
+    blocks: Callable[[PyTree], PyTree] = lambda params: params.blocks,
+    trainable: PyTree = trees.is_inexact,
+    save: Save = residuals,
+) -> Callable[..., StageWork]:
+    """The function `(params, batch, *, mesh, in_specs) -> StageWork` of a pipeline.
+
+    Nothing runs, so arrays may be shapes. The arguments are those of `pipeline.value_and_grad`, and
+    `in_specs` those of its `mesh.spmd`. F + I + W equals F and the whole backward pass: no product
+    is computed twice.
+    """
+    functions = Functions(embed, stage, head, blocks, trainable)
+
+    def work_of(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> StageWork:
+        counts: list[int] = []
+        arrays, static = eqx.partition(params, trees.is_array)
+
+        def traced(arrays, batch):
+            params = eqx.combine(arrays, static)
+            jobs = Jobs(
+                *(functions, schedule, Axis.of(axis), params, batch),
+                save=save,
+                send=whole,
+                in_halves=True,
+            )
+            for name in ("forward", "backward_input", "backward_weight", "head"):
+                counts.append(_products(opened(jobs.programs[name].program)))
+            return ()
+
+        mapped = meshes.spmd(traced, mesh=mesh, in_specs=in_specs, out_specs=())
+        jax.eval_shape(mapped, arrays, batch)
+        return StageWork(*counts)
+
+    return work_of
+
+
+def _products(jaxpr: Jaxpr) -> int:
+    """The operations in a program's products, in all trips of its loops.
+
+    A loop of unknown length counts as one trip.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in primitives.PRODUCTS:
+            total += primitives.operations(eqn)
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += trips * sum(map(_products, inner(eqn)))
+    return total

@@ -1,0 +1,78 @@
+"""Jobs: the jobs that one needs, and the time at which each starts where every stage keeps an
+order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+Cost = float | int  # of one microbatch through a whole stage, in any unit of time
+LANES = ("forward", "backward", "weight")  # in their order within a tick
+
+
+class Job(NamedTuple):
+    """One job: `lane` is "forward", "backward" or "weight"; `place` is the chunk's place in the
+    model."""
+
+    lane: str
+    microbatch: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.lane} of microbatch {self.microbatch} at place {self.place}"
+
+
+def needs(job: Job, last: int) -> Iterator[Job]:
+    """The jobs whose results a job needs; `last` is the last place of the model."""
+    lane, m, place = job
+    if lane == "forward" and place > 0:
+        yield Job("forward", m, place - 1)
+    if lane == "backward":
+        yield Job("backward", m, place + 1) if place < last else Job("forward", m, place)
+    if lane == "weight":
+        yield Job("backward", m, place)
+
+
+def start_times(
+    orders: Sequence[Sequence[Job]],
+    homes: Mapping[int, int],
+    costs: Mapping[str, Cost],
+    hop: Cost = 0,
+) -> dict[Job, float]:
+    """The time at which each job starts if each stage runs its jobs in order, as soon as it can.
+
+    Args:
+        orders: the jobs of each stage.
+        homes: the stage of each place of the model.
+        costs: the time of a job, by lane.
+        hop: the time of a message to another stage.
+
+    Raises:
+        ValueError: a job waits for one that never runs or that comes after it, or is there twice.
+    """
+    last = max(homes)
+    starts: dict[Job, float] = {}
+    stops: dict[Job, float] = {}
+    free, begun = [0.0] * len(orders), [0] * len(orders)
+    before = -1
+    while before < len(starts):
+        before = len(starts)
+        for stage, order in enumerate(orders):
+            while begun[stage] < len(order):
+                job = order[begun[stage]]
+                needed = list(needs(job, last))
+                if not all(cause in stops for cause in needed):
+                    break
+                if job in starts:
+                    raise ValueError(f"stage {stage} has {job} twice. Keep one.")
+                arrivals = [stops[cause] + hop * (homes[cause.place] != stage) for cause in needed]
+                starts[job] = max(free[stage], *arrivals, 0.0)
+                free[stage] = stops[job] = starts[job] + costs[job.lane]
+                begun[stage] += 1
+    for stage, order in enumerate(orders):
+        for job in order[begun[stage] :]:
+            missing = next(cause for cause in needs(job, last) if cause not in stops)
+            raise ValueError(
+                f"stage {stage} waits for ever before {job}: it needs {missing}, on stage "
+                f"{homes[missing.place]}, which comes in no tick before. Change the order of one "
+                "of the two stages."
+            )
+    return starts
