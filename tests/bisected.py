@@ -69,20 +69,20 @@ RUNS = {  # of the mutants of a module, by the first words of its name
 }
 RUN_OF = {  # of functions that act in another run than their module's
     "grad_of": "experts; expert=2,tensor=2,sequence=true",
-    "Jobs._position": CHUNKS,
+    "Programs.task": CHUNKS,
     "Algorithm.all_mean": EXPERTS,
     "_with_aux_by_layer": IN_STAGES,
     "_exchange": EXPERTS,
     "_with_local_loss": "experts; context=2,stage=2,microbatches=2",
     "shares_of": "own; data=6; two_rings",
     "head": TURNS,
-    "Jobs.backward_weight": WEIGHTS_LATER,
+    "Jobs.weight": WEIGHTS_LATER,
     "Jobs.forward": CHUNKS,
     "looked_up": "llama; context=2",
     "needs": TURNS,
     "_reach": WEIGHTS_LATER,
     "run_blocks": IN_STAGES,
-    "Jobs._trace_stage": IN_STAGES,
+    "Programs._trace_jobs": IN_STAGES,
     "rows": TURNS,
     "two_rings": "own; data=6; two_rings",
     "ulysses": "",
@@ -90,7 +90,7 @@ RUN_OF = {  # of functions that act in another run than their module's
 }
 NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run here computes
     "Axis.of": "a tuple of one axis and its algorithm: no run has one",
-    "Jobs._trace_functions": "which reports of taps count",
+    "Programs._trace_head": "which reports of taps count",
     "_as_int32": "refuses tokens",
     "_cut": "which lane of a schedule a product is in",
     "_cut_dim": "in how many parts a message is sent",
@@ -104,7 +104,7 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "pieces_of": "in how many messages blocks are sent",
     "_products": "counts work, for predictions",
     "_stacked_aux": "auxiliary values of a schedule in the shape of a V: likewise",
-    "Jobs._with_blocks": "an idle tick whose numbers are not finite: likewise",
+    "Jobs._with_gradients": "an idle tick whose numbers are not finite: likewise",
     "_traced": "refuses shares that are used as wholes",
     "greedy": "the order of jobs that do not depend on each other",
     "axes_of_copies": "a step inside a loss: no run has one",
@@ -135,15 +135,13 @@ REFUSES = (
     "Unknown",
     "_unknown",
 )  # in names
-# Of those that were found where they are, in a model of one's own: the function, and what stands
-# there instead.
-PLACED = (
-    ("Jobs._position", "chunk + self.index"),
+PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+    ("Programs.task", "[0 * chunk, self.index]"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),
-    ("Jobs._loaded", 'row.saved["forward"][self.index]'),
-    ("Jobs.backward_weight", 'row.handed["backward"]'),
-    ("Jobs.backward_weight", '_loaded(carry, row, "backward")'),
+    ("Jobs.backward", 'row.saved["forward"][self.index]'),
+    ("Jobs.weight", 'row.deferred["backward"]'),
+    ("Jobs.weight", 'row.saved["backward"]'),
     ("coloured", "np.maximum(jobs, 0) if lane == first else"),
     ("reduce_scattered", "return total"),
 )

@@ -595,8 +595,8 @@ PIPELINE = (
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
     Mutant(
-        "Jobs._loaded",
-        "row.saved[lane][self.index]",
+        "Jobs.backward",
+        'row.saved["backward"][self.index]',
         'row.saved["forward"][self.index]',
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
@@ -607,9 +607,9 @@ PIPELINE = (
         "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
-        "Jobs._position",
-        "chunk * self.schedule.stages + self.index",
-        "chunk + self.index",
+        "Programs.task",
+        "[chunk, self.index]",
+        "[0 * chunk, self.index]",
         "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
@@ -625,13 +625,13 @@ PIPELINE = (
         "test_pipeline.py::test_a_pipeline_computes_what_one_device_does",
     ),
     Mutant(
-        "Jobs.with_gradients",
-        "d if more is None else d + masked(task.valid, more)",
-        "d",
+        "Jobs._with_gradients",
+        "self._with_ends(carry, gradients.ends, task.valid)",
+        "carry",
         "test_pipeline_trees.py::test_everything_at_once_is_as_on_one_device",
     ),
     Mutant(
-        "Jobs._trace_stage",
+        "Programs._trace_jobs",
         "jnp.ones_like(out[1])",
         "jnp.zeros_like(out[1])",
         "test_pipeline_refusals.py::test_a_penalty_on_the_blocks_is_a_term_of_the_stage",
@@ -665,12 +665,12 @@ PIPELINE = (
     ),
     Mutant("start_times", "hop * (homes[cause.place] != stage)", "hop", "test_schedule.py"),
     Mutant(
-        "Jobs.backward_weight",
-        '_loaded(carry, row, "weight")',
-        '_loaded(carry, row, "backward")',
+        "Jobs.weight",
+        'row.saved["weight"]',
+        'row.saved["backward"]',
         LEAKS,
     ),
-    Mutant("Jobs.backward_weight", 'row.handed["weight"]', 'row.handed["backward"]', LEAKS),
+    Mutant("Jobs.weight", 'row.deferred["weight"]', 'row.deferred["backward"]', LEAKS),
     Mutant(
         "_is_cheap",
         " and all(name in CHEAP for name in primitives(eqn))",
@@ -802,7 +802,7 @@ PLACEMENT = (
         "test_flash.py::test_what_the_kernel_cannot_is_computed_plainly",
     ),
     Mutant(
-        "Jobs._with_blocks",
+        "Jobs._with_gradients",
         "masked(task.valid, d[0])",
         "d[0] * task.valid",
         "test_pipeline.py::test_garbage_never_leaks",
@@ -2485,7 +2485,7 @@ BISECT = (
         long=True,
     ),
     Mutant(
-        "Jobs._trace_functions",
+        "Programs._trace_head",
         "self.counts: Counts = self.last",
         "self.counts: Counts = True",
         ALARM,

@@ -35,7 +35,8 @@ from parallax.compiled import hlo
 from parallax.jaxprs import COUNTED
 from parallax.layout import Layout
 from parallax.models import gpt2, llama
-from parallax.pipeline.jobs import Functions, Jobs
+from parallax.pipeline.jobs import Jobs
+from parallax.pipeline.programs import Functions
 from parallax.pipeline.rows import rows
 from parallax.schedule import (
     LANES,
@@ -131,9 +132,9 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
                 if lane == "backward":
                     assert arrived[s][row.arrival[lane][t, s]] == ("ct", m, place + 1)
                     assert slots[s][slot] == (m, place)
-                    handed[s][row.handed[lane][t, s]], sent[s] = (m, place), ("ct", m, place)
+                    handed[s][row.deferred[lane][t, s]], sent[s] = (m, place), ("ct", m, place)
                 if lane == "weight":
-                    assert slots[s][slot] == handed[s][row.handed[lane][t, s]] == (m, place)
+                    assert slots[s][slot] == handed[s][row.deferred[lane][t, s]] == (m, place)
         for distance, to in row.arriving.items():
             for s in range(P_):
                 if to[t, s] < table.arrival_count:
@@ -750,7 +751,7 @@ def slot_bytes(table, rows=32, layers=2, width=16):
             in_halves=True,
         )
         sizes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        kinds = jobs.saved, jobs.handed, jobs.x
+        kinds = jobs.saved, jobs.deferred, jobs.x
         found[:] = [sizes(kind) for kind in kinds]
         return ()
 

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional and in constant memory."""
+"""Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional
+and in constant memory."""
 
 from parallax.pipeline.checks import Output
 from parallax.pipeline.exchange import Exchange, split_over, whole

@@ -21,7 +21,8 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """The tree where it counts, else zeros: what does not count may be anything, even not a number."""
+    """The tree where it counts, else zeros: what does not count may be anything, even not a
+    number."""
     if counts is True:
         return tree
     return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
@@ -37,7 +38,8 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """The buffers, [slots, ...] each, with an array of the tree in a slot of each. Where the tree has None a buffer stays."""
+    """The buffers, [slots, ...] each, with an array of the tree in a slot of each. Where the tree
+    has None a buffer stays."""
 
     def leaf(buffer, x):
         return (
@@ -57,10 +59,12 @@ def taken(buffers: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """So many slots for each of these types; for what is the same on all stages, such as a constant, one for all microbatches.
+    """So many slots for each of these types; for what is the same on all stages, such as a
+    constant, one for all microbatches.
 
-    Accelerators do not fill slots of floating-point numbers (`lax.empty`): what a tick without a job makes of them may be
-    anything, and `masked` drops it. Whole numbers are zeros, as an index must lie in its array.
+    Accelerators do not fill slots of floating-point numbers (`lax.empty`): what a tick without a
+    job makes of them may be anything, and `masked` drops it. Whole numbers are zeros, as an index
+    must lie in its array.
     """
 
     def slots(kind):

@@ -26,8 +26,8 @@ class Output(eqx.Module):
 
     Attributes:
         x: what the next stage takes.
-        loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of layers is added to the
-            head's loss, and differentiated with it.
+        loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of
+            layers is added to the head's loss, and differentiated with it.
         aux: a tree of arrays, to look at.
     """
 
@@ -37,23 +37,26 @@ class Output(eqx.Module):
 
 
 def blocks_of(params: PyTree) -> PyTree:
-    """`params.blocks`, what the stages split by default. Refuses with a `ValueError` parameters that have none."""
+    """`params.blocks`, what the stages split by default. Refuses with a `ValueError` parameters
+    that have none."""
     try:
         return params.blocks
     except AttributeError:
         raise ValueError(
-            f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the layers that are split over "
-            "the stages. Name them so, or pass the function that picks them, such as blocks=lambda params: params['layers']."
+            f"pipeline: the parameters, a {type(params).__name__}, have no attribute `blocks`, the "
+            "layers that are split over the stages. Name them so, or pass the function that picks "
+            "them, such as blocks=lambda params: params['layers']."
         ) from None
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not cut into its chunks."""
+    """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not
+    cut into its chunks."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
-            f"pipeline: the schedule has {schedule.stages} stages, and the mesh axis {axis.names!r} has {devices} devices. "
-            f"Make the schedule for stages={devices}."
+            f"pipeline: the schedule has {schedule.stages} stages, and the mesh axis "
+            f"{axis.names!r} has {devices} devices. Make the schedule for stages={devices}."
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
@@ -62,21 +65,24 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
             raise Misused(
                 "blocks-on-every-stage",
                 mesh.dotted(path) or "the blocks",
-                f"{name}, of shape {leaf.shape} on a stage, is the same along {axis.names!r}, so each of the {devices} stages "
-                "would run all layers.",
-                f"Split its layers dim, as [{schedule.chunks}, L / {schedule.chunks}, ...] under P(None, {axis.names!r}); L must "
-                f"divide by {schedule.chunks * devices}, the chunks of all stages.",
+                f"{name}, of shape {leaf.shape} on a stage, is the same along {axis.names!r}, so "
+                f"each of the {devices} stages would run all layers.",
+                f"Split its layers dim, as [{schedule.chunks}, L / {schedule.chunks}, ...] under "
+                f"P(None, {axis.names!r}); L must divide by {schedule.chunks * devices}, the "
+                "chunks of all stages.",
             )
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
-                f"pipeline: {name} has shape {leaf.shape} on a stage, and its first dim must be the schedule's chunks, "
-                f"{schedule.chunks}. Reshape L layers to [{schedule.chunks}, L / {schedule.chunks}, ...] and split dim 1 over "
+                f"pipeline: {name} has shape {leaf.shape} on a stage, and its first dim must be "
+                f"the schedule's chunks, {schedule.chunks}. Reshape L layers to "
+                f"[{schedule.chunks}, L / {schedule.chunks}, ...] and split dim 1 over "
                 f"{axis.names!r}."
             )
         if leaf.ndim > 1 and leaf.shape[1] == 0:
             raise ValueError(
-                f"pipeline: {name} has shape {leaf.shape} on a stage, so each of the {devices} stages is without a layer. "
-                f"Take at least {schedule.chunks * devices} layers, one for each chunk of each stage, or fewer stages or chunks."
+                f"pipeline: {name} has shape {leaf.shape} on a stage, so each of the {devices} "
+                f"stages is without a layer. Take at least {schedule.chunks * devices} layers, one "
+                "for each chunk of each stage, or fewer stages or chunks."
             )
 
 
@@ -85,52 +91,61 @@ def check_batch(batch: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
-                f"pipeline: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has shape {leaf.shape} on each device: it "
-                "is empty, and has no mean. Take at least one row for each microbatch on each device."
+                f"pipeline: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has shape "
+                f"{leaf.shape} on each device: it is empty, and has no mean. Take at least one row "
+                "for each microbatch on each device."
             )
 
 
 def activation(x: PyTree) -> None:
-    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what embed returns."""
+    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what embed
+    returns."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
-                f"pipeline: embed returned {form(path, leaf)}, and random keys do not travel between stages. Put them into the "
-                "batch, one for each row: every stage has its microbatch, as `microbatch`."
+                f"pipeline: embed returned {form(path, leaf)}, and random keys do not travel "
+                "between stages. Put them into the batch, one for each row: every stage has its "
+                "microbatch, as `microbatch`."
             )
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
-            f"pipeline: embed returned {', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least one "
-            "array of floating-point numbers must go through the stages: the others travel without a cotangent, so nothing "
-            "before them would be trained. Let embed return what it looks up, such as embeddings; the batch itself reaches "
-            "every stage, as `microbatch`."
+            "pipeline: embed returned "
+            f"{', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least "
+            "one array of floating-point numbers must go through the stages: the others travel "
+            "without a cotangent, so nothing before them would be trained. Let embed return what "
+            "it looks up, such as embeddings; the batch itself reaches every stage, as "
+            "`microbatch`."
         )
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of another shape or type."""
+    """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of
+    another shape or type."""
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         listed = lambda tree: (
             ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree))
             or "nothing"
         )
         raise ValueError(
-            f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its output is the next stage's input; "
-            f"it returned {listed(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
+            f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its "
+            f"output is the next stage's input; it returned {listed(returned)}. Values beside x go "
+            "into pipeline.Output(x, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
         jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True
     ):
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
-                f"pipeline: a stage must return what it takes, {form(path, given)}, since its output is the next "
-                f"stage's input; it returned {form(path, leaf)}. Move what changes the shape into embed or head."
+                f"pipeline: a stage must return what it takes, {form(path, given)}, since its "
+                f"output is the next stage's input; it returned {form(path, leaf)}. Move what "
+                "changes the shape into embed or head."
             )
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`: the last stage's is the model's.
+    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`:
+    the last stage's is the model's.
 
     The second of the head's arguments is `x`.
     """
@@ -139,9 +154,10 @@ def head(traced: Traced, axis: Axis) -> None:
         summed = head_sums.added_up(traced.program, name)
         if any(map(operator.and_, summed, of_x)):
             raise ValueError(
-                f"pipeline: the head sums over {name!r} what each stage made of its own x, and only the last stage's x is the "
-                "model's. Return the loss of this x, without a sum over stages or weights by the stage's index; or, for a head "
-                "that the stages share, begin with x = pipeline.from_last(x, axis)."
+                f"pipeline: the head sums over {name!r} what each stage made of its own x, and "
+                "only the last stage's x is the model's. Return the loss of this x, without a sum "
+                "over stages or weights by the stage's index; or, for a head that the stages "
+                "share, begin with x = pipeline.from_last(x, axis)."
             )
 
 
@@ -153,7 +169,8 @@ def output(returned: Any) -> Output:
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """The loss and the auxiliary values that the head returned; `aux` is None where there is none."""
+    """The loss and the auxiliary values that the head returned; `aux` is None where there is
+    none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 
@@ -165,8 +182,8 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
         value = jnp.asarray(value)
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
             raise ValueError(
-                f"pipeline: {name}'s auxiliary value {form(path, value)} is no array of numbers, so it cannot be added up over "
-                "the stages. Leave it out."
+                f"pipeline: {name}'s auxiliary value {form(path, value)} is no array of numbers, "
+                "so it cannot be added up over the stages. Leave it out."
             )
         return value.astype(jnp.int32) if value.dtype == jnp.bool else value
 
@@ -178,8 +195,8 @@ def scalar(name: str, value: Any) -> Array:
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
-            f"pipeline: {name} must be a scalar, one real number for a microbatch; got {value.dtype}{list(value.shape)}. Take "
-            "its mean or its sum."
+            f"pipeline: {name} must be a scalar, one real number for a microbatch; got "
+            f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
         )
     return value
 

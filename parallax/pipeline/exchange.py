@@ -1,4 +1,5 @@
-"""How an activation, or a cotangent, goes from one stage to the next: whole, or in parts by the devices that all have it."""
+"""How an activation, or a cotangent, goes from one stage to the next: whole, or in parts by the
+devices that all have it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         part: of the tree, what this device sends.
-        whole: `(parts, like) -> tree`: of what came, the tree of the shapes and replication types of `like`.
+        whole: `(parts, like) -> tree`: of what came, the tree of the shapes and replication types
+            of `like`.
     """
 
     part: Callable[[PyTree], PyTree]
@@ -29,13 +31,16 @@ whole = Exchange(lambda x: x, lambda x, like: x)
 
 
 def split_over(axis: AxisLike) -> Exchange:
-    """Each of the t devices of `axis`, which all have the activation, sends 1/t of it; the receiver gathers over `axis`.
+    """Each of the t devices of `axis`, which all have the activation, sends 1/t of it; the receiver
+    gathers over `axis`.
 
-    Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each array is cut along the largest
-    of its dims that t divides. One without such a dim goes whole, and so does one that differs along the axis already, as with
-    sequence parallelism, where each device has its own tokens.
+    Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each
+    array is cut along the largest of its dims that t divides. One without such a dim goes whole,
+    and so does one that differs along the axis already, as with sequence parallelism, where each
+    device has its own tokens.
 
-    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv 2104.04473), section 4.1.
+    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
+    2104.04473), section 4.1.
     """
     axis = Axis.of(axis)
 
@@ -60,7 +65,8 @@ def split_over(axis: AxisLike) -> Exchange:
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """The dim along which an array is cut: the largest that the axis divides; None where it goes whole."""
+    """The dim along which an array is cut: the largest that the axis divides; None where it goes
+    whole."""
     t = axis.size()
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None

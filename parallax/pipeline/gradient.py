@@ -1,14 +1,15 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all devices, and a collective
-never stands under a predicate that differs between devices, where it would hang. What a microbatch needs for its backward pass
-waits in as many slots as the schedule holds at once, whatever M is.
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all
+devices, and a collective never stands under a predicate that differs between devices, where it
+would hang. What a microbatch needs for its backward pass waits in as many slots as the schedule
+holds at once, whatever M is.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
 
-Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv 2104.04473), section 2.2, for
-1F1B and its interleaved form; Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288), for
-the shared vocabulary.
+Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
+2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
+parallelism with vocabulary parallelism (arXiv 2411.05288), for the shared vocabulary.
 """
 
 import functools
@@ -38,8 +39,9 @@ from parallax.grads import (
 from parallax.pipeline import checks, lockstep, per_stage
 from parallax.pipeline.buffers import masked
 from parallax.pipeline.exchange import Exchange, whole
-from parallax.pipeline.jobs import Functions, Jobs, Sums
+from parallax.pipeline.jobs import Jobs, Sums
 from parallax.pipeline.one_device import Aux, with_aux
+from parallax.pipeline.programs import Functions
 from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
 
@@ -58,47 +60,60 @@ def value_and_grad(
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Grad:
-    """The grad arrow of `head(stage(... stage(embed(batch))))`, its stages run as `schedule` says: inside `mesh.spmd`.
+    """The grad arrow of `head(stage(... stage(embed(batch))))`, its stages run as `schedule` says:
+    inside `mesh.spmd`.
 
-    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch has its sequences as the
-    first dim of every leaf, and is cut into M parts in order. Gradients are summed, and returned, in float32 or wider; those of
-    parameters that are the same on all stages are all-reduced over the stages once, at the end.
+    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch
+    has its sequences as the first dim of every leaf, and is cut into M parts in order. Gradients
+    are summed, and returned, in float32 or wider; those of parameters that are the same on all
+    stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of all three functions, has all parameters; in `stage`, `blocks(params)` is the chunk of layers
-    at hand, without the dim of chunks. What is read there has a gradient, wherever it is read.
+    `params`, the first argument of all three functions, has all parameters; in `stage`,
+    `blocks(params)` is the chunk of layers at hand, without the dim of chunks. What is read there
+    has a gradient, wherever it is read.
 
-    Each tick sends one activation to the next stage and one cotangent to the one before, by a `ppermute` for each array. The
-    time is that of `schedule.makespan`; what is held at once is `schedule.slot_count` times what `save` saves of a chunk.
+    Each tick sends one activation to the next stage and one cotangent to the one before, by a
+    `ppermute` for each array. The time is that of `schedule.makespan`; what is held at once is
+    `schedule.slot_count` times what `save` saves of a chunk.
 
     Args:
-        embed: `(params, microbatch) -> x`: what enters the first stage, a tree of arrays. Those of floating-point numbers have a
-            cotangent; others, such as masks, travel without. It runs on all stages in each forward tick, and counts on the
-            first. It may be shared out over them, with collectives over `axis` inside.
-        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to vP - 1, is its place in the model.
-            It returns a tree like `x`, or an `Output` with a term of the loss or auxiliary values beside it.
-        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs on all stages, in the ticks
-            in which the last one has finished a microbatch. A loss that varies over `axis` counts on the last stage; one that is
-            the same on all was shared out (begin with `from_last`).
+        embed: `(params, microbatch) -> x`: what enters the first stage, a tree of arrays. Those of
+            floating-point numbers have a cotangent; others, such as masks, travel without. It runs
+            on all stages in each forward tick, and counts on the first. It may be shared out over
+            them, with collectives over `axis` inside.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to vP -
+            1, is its place in the model. It returns a tree like `x`, or an `Output` with a term of
+            the loss or auxiliary values beside it.
+        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs
+            on all stages, in the ticks in which the last one has finished a microbatch. A loss that
+            varies over `axis` counts on the last stage; one that is the same on all was shared out
+            (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
-        axis: the axis of the stages, or several as one; its algorithm joins the gradients of the parameters that all stages have.
-        blocks: picks from `params` what is split over the stages, by default `params.blocks`. Each of its arrays has a first
-            dim of v chunks.
-        trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and nothing is held for it.
-        save: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone, and the rest is computed again.
-        send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all have them.
-        scatter: what becomes of each microbatch's gradients before they are added up, such as `zero.reduce_scatter`, by which
-            each replica keeps sums for its share alone (ZeRO-2). It is given a tree like the parameters, with None for what a
-            lane does not differentiate and one chunk of the blocks, and runs in each tick of that lane.
-        aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and those of stages, as `Aux.stages`,
-            [M, vP, ...]. Where stages have some the arrow returns `((loss, Aux(head, stages)), gradients)`, and where the head
-            alone has, `((loss, aux), gradients)`.
+        axis: the axis of the stages, or several as one; its algorithm joins the gradients of the
+            parameters that all stages have.
+        blocks: picks from `params` what is split over the stages, by default `params.blocks`. Each
+            of its arrays has a first dim of v chunks.
+        trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and
+            nothing is held for it.
+        save: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone,
+            and the rest is computed again.
+        send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all
+            have them.
+        scatter: what becomes of each microbatch's gradients before they are added up, such as
+            `zero.reduce_scatter`, by which each replica keeps sums for its share alone (ZeRO-2). It
+            is given a tree like the parameters, with None for what a lane does not differentiate
+            and one chunk of the blocks, and runs in each tick of that lane.
+        aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and
+            those of stages, as `Aux.stages`, [M, vP, ...]. Where stages have some the arrow returns
+            `((loss, Aux(head, stages)), gradients)`, and where the head alone has,
+            `((loss, aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has other stages than the axis; the batch does not divide by M, or is empty;
-            `params` has no `blocks`, and no `blocks` is given; an array of
-            `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns another tree than it
-            takes; or one of the functions reads what it would have no gradient of: a parameter by closure, or, outside the
-            stage, the blocks.
+        ValueError: the schedule has other stages than the axis; the batch does not divide by M, or
+            is empty; `params` has no `blocks`, and no `blocks` is given; an array of
+            `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns
+            another tree than it takes; or one of the functions reads what it would have no gradient
+            of: a parameter by closure, or, outside the stage, the blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -132,10 +147,11 @@ def value(
     send: Exchange = whole,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
-    """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward lane alone, nothing kept.
+    """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward
+    lane alone, nothing kept.
 
-    Arguments and errors are those of `value_and_grad`; with auxiliary values it returns `(loss, aux)`. A parameter may come by
-    closure.
+    Arguments and errors are those of `value_and_grad`; with auxiliary values it returns
+    `(loss, aux)`. A parameter may come by closure.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable=False)
@@ -149,7 +165,8 @@ def value(
 
 
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
-    """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose keeps the cotangent."""
+    """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose
+    keeps the cotangent."""
     axis = Axis.of(axis)
     last = axis.index() == axis.size() - 1
     return axis.all_reduce(
@@ -175,7 +192,8 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M, vP, ...]."""
+    """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M,
+    vP, ...]."""
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):

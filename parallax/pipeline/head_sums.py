@@ -1,8 +1,10 @@
-"""Whether a pipeline's head adds up, over the stages, what the stages before the last one have in the place of `x`.
+"""Whether a pipeline's head adds up, over the stages, what the stages before the last one have in
+the place of `x`.
 
-The head runs on every stage, and only the last one has the model's output. A sum over stages is right where it takes that one
-alone: behind a factor, or a choice, that is zero on all others. Both are made of the stage's index, which is the only thing that
-a traced program leaves open, so they are computed for every stage and looked at.
+The head runs on every stage, and only the last one has the model's output. A sum over stages is
+right where it takes that one alone: behind a factor, or a choice, that is zero on all others. Both
+are made of the stage's index, which is the only thing that a traced program leaves open, so they
+are computed for every stage and looked at.
 """
 
 import functools
@@ -25,10 +27,12 @@ class Terms(NamedTuple):
     """What is known of a value on a stage.
 
     Attributes:
-        early: the arguments of which a stage before the last one has its own part in the value, one bit for each.
+        early: the arguments of which a stage before the last one has its own part in the value, one
+            bit for each.
         is_number: whether it depends on no argument.
         indexed: whether it depends on the stage's index.
-        by_index: of a number, what it is on the stage of an index; None where that is not to be had.
+        by_index: of a number, what it is on the stage of an index; None where that is not to be
+            had.
     """
 
     early: int = 0
@@ -42,10 +46,11 @@ class Terms(NamedTuple):
 
 
 def added_up(program: ClosedJaxpr, axis: str) -> list[bool]:
-    """For each argument of a program, whether a sum over `axis` takes the part of a device that is not the last one.
+    """For each argument of a program, whether a sum over `axis` takes the part of a device that is
+    not the last one.
 
-    A factor or a choice by the device's index is taken for a right one where its numbers are not to be had: it has more than
-    `SMALL` elements, or others in each trip of a loop.
+    A factor or a choice by the device's index is taken for a right one where its numbers are not to
+    be had: it has more than `SMALL` elements, or others in each trip of a loop.
     """
     sums = _Sums(axis)
     constants = [
@@ -59,7 +64,8 @@ def added_up(program: ClosedJaxpr, axis: str) -> list[bool]:
 
 
 class _Sums(jaxprs.Following):
-    """Follows arguments to sums over the devices of an axis; `added` are those of which devices before the last one are in."""
+    """Follows arguments to sums over the devices of an axis; `added` are those of which devices
+    before the last one are in."""
 
     unknown = Terms()
 
@@ -86,7 +92,8 @@ class _Sums(jaxprs.Following):
             joined = self._chosen(*operands)
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # What is the same on all stages is no stage's own part, such as the condition by which `cpu.sequence_after` waits.
+        # What is the same on all stages is no stage's own part, such as the condition by which
+        # `cpu.sequence_after` waits.
         return joined if differs else joined._replace(early=0)
 
     def loop(self, body, constants, carry, sliced):
@@ -100,7 +107,8 @@ class _Sums(jaxprs.Following):
     def _index(self, axis: str) -> Terms:
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
-        # Along another axis of the stages the last device is looked at: the last stage is the last along each.
+        # Along another axis of the stages the last device is looked at: the last stage is the last
+        # along each.
         return self.written(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
@@ -113,7 +121,8 @@ class _Sums(jaxprs.Following):
         )
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """What a value is on each stage before the last one; nothing where that is not to be had."""
+        """What a value is on each stage before the last one; nothing where that is not to be
+        had."""
         return (
             [np.asarray(value.by_index(index)) for index in self.stages] if value.by_index else []
         )

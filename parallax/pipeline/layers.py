@@ -1,11 +1,12 @@
-"""Layers that do not divide the stages: each place in the model has as many as a table says, padded to the most that one has.
+"""Layers that do not divide by the stages: each place in the model has as many as a table says,
+padded to the most that one has.
 
-Legend: P stages, v chunks a stage, L layers, n the most layers of one place. A table of layers is [v, P] whole numbers: those of
-chunk c on stage s, place c P + s in the model.
+Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A table of layers is
+[v, P] whole numbers: those of chunk c on stage s, at place c P + s in the model.
 
-    table = pipeline.layers_per_stage(layers=10, stages=4)                          # [[3, 3, 2, 2]]
-    blocks = pipeline.pad_layers(blocks, table)                              # [10, ...] -> [1, 12, ...], split over dim 1
-    x = pipeline.run_layers(layer, params.blocks, x, position, table)    # in the stage
+    table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
+    blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
+    x = pipeline.run_layers(layer, params.blocks, x, position, table)  # in the stage
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from parallax import mesh
+from parallax import mesh, trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import match_varying, varying_axes
 from parallax.pipeline import checks
+from parallax.pipeline.traced import settled
 from parallax.schedule.places import Placement, checked_placement
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -38,20 +39,23 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     places = stages * chunks
     if layers < places:
         raise ValueError(
-            f"pipeline.layers_per_stage: {layers} layers on {stages} stages of {chunks} chunks leave a stage without a layer. "
-            f"Take at least {places} layers, or fewer stages or chunks."
+            f"pipeline.layers_per_stage: {layers} layers on {stages} stages of {chunks} chunks "
+            f"leave a stage without a layer. Take at least {places} layers, or fewer stages or "
+            "chunks."
         )
     return (layers // places + (np.arange(places) < layers % places)).reshape(chunks, stages)
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Blocks of [L, ...] in the order of the model as [v, P n, ...], whose dim 1 is to be split over the stages.
+    """Blocks of [L, ...] in the order of the model as [v, P n, ...], whose dim 1 is to be split
+    over the stages.
 
-    The padding repeats a place's last layer, so that what it computes is as finite as the rest. It is never used, its gradient
-    is 0, and an optimizer that decays weights moves it.
+    The padding repeats a place's last layer, so that what it computes is as finite as the rest. It
+    is never used, its gradient is 0, and an optimizer that decays weights moves it.
 
     Raises:
-        ValueError: `table` is not a valid table, or its layers are not as many as those of the blocks.
+        ValueError: `table` is not a valid table, or its layers are not as many as those of the
+            blocks.
     """
     table = checked(table)
     longest, first = table.max(), _first(table)
@@ -60,8 +64,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     def leaf(w):
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
-                f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the blocks has shape {w.shape}. The "
-                "first dim must be the layers."
+                f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the "
+                f"blocks has shape {w.shape}. The first dim must be the layers."
             )
         return w[rows.reshape(len(table), -1)]
 
@@ -77,8 +81,9 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
     def leaf(w):
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
-                f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, ...], and an array of the blocks "
-                f"has shape {w.shape}. Take the whole model, outside of mesh.spmd, and the table that it was padded by."
+                f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, "
+                f"...], and an array of the blocks has shape {w.shape}. Take the whole model, "
+                "outside of mesh.spmd, and the table that it was padded by."
             )
         return w.reshape(-1, *w.shape[2:])[real]
 
@@ -92,10 +97,12 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """`x` after the layers of one place: `layer(weights, x, number)`, `number` counting the model's layers from 0.
+    """`x` after the layers of one place: `layer(weights, x, number)`, `number` counting the model's
+    layers from 0.
 
-    All places run n layers, since the stages keep step; where a place has fewer, the results of the rest are thrown away. A
-    pipeline of v P places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
+    All places run n layers, since the stages keep step; where a place has fewer, the results of the
+    rest are thrown away. A pipeline of v P places then takes the time of v P n layers instead of L:
+    12 instead of 10 for the table above.
     """
     table = checked(table)
     count, first = (
@@ -110,17 +117,13 @@ def run_layers(
         return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), y, x), None
 
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
-    first_layer = lambda x: layer_or_none(x, jax.tree.map(lambda w: w[0], layers))[0]
-    return lax.scan(layer_or_none, _as_varying(x, first_layer), layers)[0]
 
+    def after_a_layer(x):
+        return jax.eval_shape(
+            lambda x: layer_or_none(x, jax.tree.map(lambda w: w[0], layers))[0], x
+        )
 
-def _as_varying(x: Tree, f: Callable[[Tree], Tree]) -> Tree:
-    """`x` with the replication types that it keeps through `f`, as a loop's carry must; they only grow."""
-    while True:
-        types = jax.tree.map(varying_axes, x)
-        x = match_varying(x, jax.tree.map(jnp.zeros_like, jax.eval_shape(f, x)))
-        if types == jax.tree.map(varying_axes, x):
-            return x
+    return lax.scan(layer_or_none, settled(x, after_a_layer), layers)[0]
 
 
 def checked(table: Layers) -> Layers:
@@ -134,8 +137,9 @@ def checked(table: Layers) -> Layers:
     if table.size and table.min() < 1:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
         raise ValueError(
-            f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and no stage may be without a "
-            "layer: all run the same program. Give it one of another's, or take fewer stages."
+            f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and "
+            "no stage may be without a layer: all run the same program. Give it one of another's, "
+            "or take fewer stages."
         )
     return table
 
@@ -146,10 +150,11 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk c of stage s is at its place.
+    """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk
+    c of stage s is at its place.
 
-    It changes nothing where the placement is looped, chunk c of stage s at c P + s, as in all schedules that keep step. Blocks
-    of uneven layers are `pad_layers` first.
+    It changes nothing where the placement is looped, chunk c of stage s at c P + s, as in all
+    schedules that keep step. Blocks of uneven layers are `pad_layers` first.
 
     Raises:
         ValueError: the blocks are of other chunks, or their layers do not divide by the places.
@@ -168,8 +173,8 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     def leaf(w):
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
-                f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of shape [{v}, L / {v}, ...] with "
-                f"L / {v} a multiple of {P}; got {w.shape}."
+                f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
+                f"shape [{v}, L / {v}, ...] with L / {v} a multiple of {P}; got {w.shape}."
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
@@ -179,30 +184,33 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its blocks.
+    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its
+    blocks.
 
     For `step.make(after_update=...)`.
 
-    `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one stage it is all of them, as
-    `unpipelined` returns them.
+    `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one
+    stage it is all of them, as `unpipelined` returns them.
 
     Raises:
-        ValueError: the placement has other stages than the axis, or other places than `stages` has values.
+        ValueError: the placement has other stages than the axis, or other places than `stages` has
+            values.
     """
     axis = Axis.of(axis)
     placement = checked_placement("pipeline.local_chunks", placement)
     if placement.shape[1] != axis.size():
         raise ValueError(
-            f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis {axis.names!r} {axis.size()} "
-            "devices. Pass the `placed` of the schedule that ran."
+            f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
+            f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
     own_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
-                f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of {placement.size}, the places of the "
-                "model. Pass what `Aux.stages` has, with the mean over microbatches taken."
+                f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
+                f"{placement.size}, the places of the model. Pass what `Aux.stages` has, with the "
+                "mean over microbatches taken."
             )
         return leaf[own_places]
 
@@ -212,16 +220,18 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Arguments for `Checkpoints`, of a state whose model's blocks, `blocks(model)`, are [v, L / v, ...]: stored as [L, ...].
+    """Arguments for `Checkpoints`, of a state whose model's blocks, `blocks(model)`, are [v, L / v,
+    ...]: stored as [L, ...].
 
-    On disk the layers are in the order of the model, so that a run with another placement, or without a pipeline, reads them.
-    The optimizer's arrays of the blocks are stored in the same way: leaves whose path ends as that of a leaf of `state.model`,
-    with its first dims.
+    On disk the layers are in the order of the model, so that a run with another placement, or
+    without a pipeline, reads them. The optimizer's arrays of the blocks are stored in the same way:
+    leaves whose path ends as that of a leaf of `state.model`, with its first dims.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
         placement: the schedule's `placed`, `[chunks, stages]`.
-        table: of uneven layers, by which the blocks were `pad_layers`; what pads them is not stored.
+        table: of uneven layers, by which the blocks were `pad_layers`; what pads them is not
+            stored.
     """
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
@@ -236,43 +246,25 @@ def stored(
 
     def on_blocks(change, dims):
         def converted(state):
-            of_model = _leading(blocks, state.model, dims)
+            in_blocks = eqx.tree_at(
+                blocks,
+                jax.tree.map(lambda _: False, state.model),
+                replace_fn=lambda part: jax.tree.map(lambda _: True, part),
+            )
+            named = jax.tree.leaves_with_path(state.model)
+            paths = [path for path, _ in named]
+            leading = [
+                x.shape[:dims] if is_block and mesh.is_array(x) else None
+                for (_, x), is_block in zip(named, jax.tree.leaves(in_blocks), strict=True)
+            ]
 
             def leaf(path, x):
-                return change(x) if _is_block(path, x, of_model, dims) else x
+                i = trees.parameter_index(path, paths)
+                is_block = i is not None and mesh.is_array(x) and leading[i] == x.shape[:dims]
+                return change(x) if is_block else x
 
             return jax.tree.map_with_path(leaf, state)
 
         return converted
 
     return {"to_disk": on_blocks(to_disk, 2), "from_disk": on_blocks(from_disk, 1)}
-
-
-def _leading(
-    blocks: Callable[[Any], Any], model: PyTree, dims: int
-) -> dict[tuple[str, ...], tuple[int, ...] | None]:
-    """By path, the first dims of each of the blocks' arrays in the model; None for the rest."""
-    in_blocks = eqx.tree_at(
-        blocks,
-        jax.tree.map(lambda _: False, model),
-        replace_fn=lambda part: jax.tree.map(lambda _: True, part),
-    )
-    marks = dict(jax.tree.leaves_with_path(in_blocks))
-    named = jax.tree.leaves_with_path(model)
-    return {
-        _names(path): tuple(x.shape[:dims]) if marks[path] and mesh.is_array(x) else None
-        for path, x in named
-    }
-
-
-def _is_block(
-    path: Any, x: Any, of_model: dict[tuple[str, ...], tuple[int, ...] | None], dims: int
-) -> bool:
-    """Whether an array is one of the blocks, or goes with one in the optimizer's state: the longest path that fits says it."""
-    names = _names(path)
-    leading = next((of_model[names[i:]] for i in range(len(names)) if names[i:] in of_model), None)
-    return leading is not None and mesh.is_array(x) and tuple(x.shape[:dims]) == leading
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(mesh.dotted((entry,)) for entry in path)

@@ -1,7 +1,9 @@
-"""The executor in which all stages run every lane that occurs in a tick: loops over the ticks, without a conditional.
+"""The executor in which all stages run every lane that occurs in a tick: loops over the ticks,
+without a conditional.
 
-Where the table gives a stage no job, it computes on what is there, and the result is masked. So a ring inside a stage is
-allowed: all devices run it. Which lanes run anywhere is constant over stretches of ticks, and each stretch is one `lax.scan`.
+Where the table gives a stage no job, it computes on what is there, and the result is masked. So a
+ring inside a stage is allowed: all devices run it. Which lanes run anywhere is constant over
+stretches of ticks, and each stretch is one `lax.scan`.
 """
 
 import functools
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from parallax._typing import PyTree
 from parallax.collectives.cpu import sequence_after
@@ -23,13 +26,13 @@ from parallax.schedule.table import phases_of
 
 
 class Arrived(NamedTuple):
-    """What came, or is to be sent.
+    """The messages of this stage.
 
     Attributes:
-        x: from the stage before, as it was sent.
-        y: what F made in this tick; None between ticks.
-        ct: from the stage after, as it was sent: of the floating-point leaves of x.
-        from_head: cotangents that the head made and the last stage has not used yet, [slots, ...] each.
+        x: the activation from the stage before, as it was sent.
+        y: the output of F in this tick; None between ticks.
+        ct: the cotangent from the stage after, as it was sent: of the floating-point leaves of x.
+        from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
     x: PyTree
@@ -39,64 +42,56 @@ class Arrived(NamedTuple):
 
 
 Lane: TypeAlias = Callable[[Jobs, Parameters, Carry, Row], Carry]
-Lanes: TypeAlias = list[
-    tuple[str, Lane]
-]  # each by the name that `stretches` has for its ticks, in the order within a tick
-Stretch: TypeAlias = tuple[
-    frozenset[str], int
-]  # the lanes that run, and for how many ticks in a row
+# Each lane with the name that `stretches` has for its ticks, in their order within a tick.
+Lanes: TypeAlias = list[tuple[str, Lane]]
+# The lanes that run, and for how many ticks in a row.
+Stretch: TypeAlias = tuple[frozenset[str], int]
 
 
 def run(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients, or of the loss alone, after all ticks."""
+    """The sums of loss and gradients, or only of the loss, after all ticks."""
     lanes: Lanes = [("forward", forward), ("head", head)]
-    if jobs.differentiates and jobs.schedule.weight is None:
-        lanes += [("backward", backward)]
-    elif jobs.differentiates:
-        lanes += [("backward", backward_input), ("weight", Jobs.backward_weight)]
+    if jobs.differentiates:
+        lanes += [("backward", backward), ("weight", Jobs.weight)]
+    # The send is a lane of its own and the last, so that the other lanes of the tick can hide it.
     return _run(jobs, [*lanes, ("forward", send_activation)])
 
 
 def forward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """F, of what enters or of what came."""
-    came = jobs.send.whole(carry.arrived.x, jobs.x)
-    y, carry = jobs.forward(params, carry, row, jobs.embed(params, row.entering), came)
+    """F, of the embedding's output or of the activation that arrived."""
+    arrived = jobs.send.whole(carry.arrived.x, jobs.x)
+    y, carry = jobs.forward(params, carry, row, jobs.embed(params, row.entering), arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """The head, of what the last stage has finished."""
+    """The head, of the last stage's output."""
     ct, carry = jobs.head(params, carry, row, carry.arrived.y)
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """B. Its cotangent is sent first, so that all that follows in the tick can hide the message."""
-    ct, gradients = jobs.backward(params, carry, row, _cotangent(jobs, carry, row))
+    """B, or I, and the gradients of what the embedding reads."""
+    ct, carry = jobs.backward(params, carry, row, _cotangent(jobs, carry, row))
+    # The message needs only the cotangent, so the gradients that follow can hide it.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
-    return jobs.with_gradients(params, carry, row, ct, gradients)
-
-
-def backward_input(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """I. It sends its cotangent first, as B does."""
-    ct, carry = jobs.backward_input(params, carry, row, _cotangent(jobs, carry, row))
-    carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
-    task = jobs.task(row, "backward")
-    return jobs.embed_backward(params, carry, row, masked((task.position == 0) & task.valid, ct))
+    task = jobs.task_of(row, "backward")
+    is_first = (task.position == 0) & task.valid
+    return jobs.embed_backward(params, carry, row, masked(is_first, ct))
 
 
 def send_activation(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
-    """The activation's hop: a lane of its own, for which no other lane of the tick waits."""
-    # On a CPU it waits for all of them: its loop's collectives must be in one order on all devices.
+    """The activation's message to the next stage, for which no other lane of the tick waits."""
+    # On a CPU it waits for them: the collectives of a loop must be in one order on all devices.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """The cotangent that B begins with: at the last place the head's, elsewhere the one received."""
+    """The cotangent that B begins with: at the last place the head's, else the one that arrived."""
     from_head = taken(carry.arrived.from_head, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
-    is_last = jobs.task(row, "backward").position == jobs.schedule.placed.size - 1
+    is_last = jobs.task_of(row, "backward").position == jobs.schedule.placed.size - 1
     return chosen(is_last, from_head, received)
 
 
@@ -104,61 +99,57 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     """The sums after all ticks."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
-    at_least_0 = lambda microbatches: np.maximum(
-        microbatches, 0
-    )  # all stages run the lane, also where there is no microbatch
+    # All stages run a lane, also those without a microbatch: they compute on microbatch 0.
     table = table._replace(
-        **{name: at_least_0(getattr(table, name)) for name in ("entering", "finished", "leaving")}
+        entering=np.maximum(table.entering, 0),
+        finished=np.maximum(table.finished, 0),
+        leaving=np.maximum(table.leaving, 0),
     )
     moving = jobs.moving if jobs.differentiates else None
     from_head = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count), moving)
     # A stage without a job writes too, into a free slot.
     saved = int(table.saved["forward"].max()) + 1
-    handed = int(table.handed["backward"].max()) + 1 if table.handed else 0
-    carry = jobs.start(
-        Arrived(send.part(jobs.x), None, send.part(moving), from_head), saved, handed
-    )
-    done = 0
+    deferred = int(table.deferred["backward"].max()) + 1 if table.deferred else 0
+    arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
+    carry = jobs.start(arrived, saved, deferred)
+    first = 0
     for repeats, pattern in loops(stretches(schedule)):
-        period = sum(length for _, length in pattern)
-        ticks = jax.tree.map(
-            lambda column: jnp.asarray(column[done : done + repeats * period]),
-            table,
-        )
-        once = lambda carry, ticks, pattern=pattern: (
-            _stretches(jobs, lanes, pattern, carry, ticks),
-            None,
-        )
+        run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
+        length = repeats * sum(length for _, length in pattern)
+        ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
         if repeats == 1:
-            carry, _ = once(carry, ticks)
+            carry, _ = run_pattern(carry, ticks)
         else:
-            ticks = jax.tree.map(
-                lambda column: column.reshape(repeats, -1, *column.shape[1:]),
-                ticks,
-            )
-            carry, _ = lax.scan(once, carry, ticks)
-        done += repeats * period
+            by_repeat = functools.partial(_by_repeat, repeats)
+            carry, _ = lax.scan(run_pattern, carry, jax.tree.map(by_repeat, ticks))
+        first += length
     return carry.sums
+
+
+def _between(ticks: Row, start: int, stop: int) -> Row:
+    return jax.tree.map(lambda column: column[start:stop], ticks)
+
+
+def _by_repeat(repeats: int, column: Array) -> Array:
+    return column.reshape(repeats, -1, *column.shape[1:])
 
 
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
-) -> Carry:
-    """The carry after a few stretches, one after another."""
-    begin = 0
+) -> tuple[Carry, None]:
+    """The carry after a few stretches, one after another, as `lax.scan` takes it."""
+    first = 0
     for names, length in pattern:
-        of_stretch = jax.tree.map(lambda column: column[begin : begin + length], ticks)
-        params = jobs.params
-        if (
-            length == 1
-        ):  # XLA writes out a loop of one tick, and no collective of that may overtake the loop before
+        of_stretch, params = _between(ticks, first, first + length), jobs.params
+        if length == 1:
+            # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the loop
+            # before, or devices could run them in different orders.
             of_stretch, params = sequence_after(of_stretch, carry), jobs.params_after(carry)
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
-
         if running:
             carry, _ = lax.scan(functools.partial(_tick, running), carry, of_stretch)
-        begin += length
-    return carry
+        first += length
+    return carry, None
 
 
 def _tick(
@@ -171,7 +162,7 @@ def _tick(
 
 
 def stretches(schedule: Schedule) -> list[Stretch]:
-    """Which lanes run on any stage, the head's included, and for how many ticks in a row."""
+    """The lanes that run on any stage, the head among them, and for how many ticks in a row."""
     runs = {lane: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
     last_chunk = schedule.forward[:, -1] % schedule.chunks == schedule.chunks - 1
     runs["head"] = (schedule.forward[:, -1] >= 0) & last_chunk
@@ -179,7 +170,10 @@ def stretches(schedule: Schedule) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """The same stretches in order, as (repeats, pattern): a pattern that repeats is one loop, however often it does."""
+    """The same stretches in order, as (repeats, pattern): a pattern that repeats is one loop.
+
+    So the program does not grow with the number of microbatches.
+    """
     begin = 0
     while begin < len(stretches):
         repeats, period = 1, 1

@@ -34,36 +34,30 @@ def unpipelined(
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
-    """What a pipeline of these functions equals: the loss arrow of one device that has all blocks, [v, ...] each, unpipelined.
+    """The loss function that a pipeline of these functions equals, on one device with all blocks.
 
-    It runs chunk after chunk on the whole batch. With auxiliary values it returns `(loss, aux)`: the head's, or, where stages
-    have some, `Aux`, those of the stages [v] each.
+    The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
+    auxiliary values it returns `(loss, aux)`: the head's, or, where stages have some, `Aux`, those
+    of the stages [v] each.
 
-    With a schedule's `placed` as `placement`, [v, P], it runs place after place of the model, as the pipeline does: each with
-    its own layers, `position` and auxiliary values, which are [vP] each. Without it the chunks are as long as all stages' are
-    together, and in the model's order: blocks with any but a looped placement need it.
+    With a schedule's `placed` as `placement`, [v, P], it runs place after place of the model, as
+    the pipeline does: each with its own layers, `position` and auxiliary values, which are [vP]
+    each. Without it the chunks are as long as those of all stages together, and in the model's
+    order: blocks with any but a looped placement need it.
     """
 
     def loss(params, batch):
         arrays, static = eqx.partition(blocks(params), eqx.is_array)
         if placement is not None:
-            places = placement.size
             arrays = from_placement(arrays, placement)
+            places = placement.size
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
-        x, outputs = embed(params, batch), []
+        params_of_places = []
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)
-            with_place = eqx.tree_at(blocks, params, of_place)
-            outputs.append(
-                checks.output(stage(with_place, x, batch, jnp.asarray(place, jnp.int32)))
-            )
-            x = outputs[-1].x
-        total, of_head = checks.loss_and_aux(head(params, x, batch))
-        total = sum((output.loss for output in outputs if output.loss is not None), start=total)
-        of_stages = jax.tree.map(
-            lambda *values: jnp.stack(values), *(output.aux for output in outputs)
-        )
-        return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
+            position = jnp.asarray(place, jnp.int32)
+            params_of_places.append((eqx.tree_at(blocks, params, of_place), position))
+        return _loss(embed, stage, head, params, params_of_places, batch)
 
     return loss
 
@@ -71,20 +65,31 @@ def unpipelined(
 def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
-    """What a pipeline of these functions equals whose blocks have no dim of chunks: the loss arrow of one stage with all layers.
+    """The loss function that a pipeline of these functions equals, of one stage with all layers.
 
-    With auxiliary values it returns `(loss, aux)`: the head's, or, where the stage has some, `Aux`, those of the stage [1, ...].
+    Its blocks have no dim of chunks. With auxiliary values it returns `(loss, aux)`: the head's,
+    or, where the stage has some, `Aux`, those of the stage [1, ...].
     """
+    return lambda params, batch: _loss(embed, stage, head, params, [(params, 0)], batch)
 
-    def loss(params, batch):
-        output = checks.output(stage(params, embed(params, batch), batch, 0))
-        total, of_head = checks.loss_and_aux(head(params, output.x, batch))
-        if output.loss is not None:
-            total = total + output.loss
-        of_stages = jax.tree.map(lambda leaf: leaf[None], output.aux)
-        return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
-    return loss
+def _loss(
+    embed: Callable[..., Any],
+    stage: Callable[..., Any],
+    head: Callable[..., Any],
+    params: PyTree,
+    params_of_places: list[tuple[PyTree, Any]],
+    batch: PyTree,
+) -> Any:
+    """The loss on one device of stages with these parameters and positions."""
+    x, outputs = embed(params, batch), []
+    for of_place, position in params_of_places:
+        outputs.append(checks.output(stage(of_place, x, batch, position)))
+        x = outputs[-1].x
+    total, of_head = checks.loss_and_aux(head(params, x, batch))
+    total = sum((output.loss for output in outputs if output.loss is not None), start=total)
+    of_stages = jax.tree.map(lambda *values: jnp.stack(values), *(output.aux for output in outputs))
+    return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,10 @@
-"""The executor in which each stage runs its own job in a tick, or none: one loop over the ticks, without a conditional.
+"""The executor in which each stage runs its own job in a tick, or none: one loop over the ticks,
+without a conditional.
 
-A job is a loop of one trip, or of none. Embedding and head, which talk over the stages, are run by all devices together: the
-embedding before the jobs and the head after them, in the ticks in which the table says so for all stages alike. So are the
-messages, in every tick. What arrives waits in a slot until the job that needs it.
+A job is a loop of one trip, or of none. Embedding and head, which talk over the stages, are run by
+all devices together: the embedding before the jobs and the head after them, in the ticks in which
+the table says so for all stages alike. So are the messages, in every tick. What arrives waits in a
+slot until the job that needs it.
 """
 
 import functools
@@ -32,7 +34,8 @@ class Arrived(NamedTuple):
     """What came, or is to be sent.
 
     Attributes:
-        slots: what came and was not used yet, activations and cotangents: [slots, ...] each, by the leaves of x.
+        slots: what came and was not used yet, activations and cotangents: [slots, ...] each, by the
+            leaves of x.
         entered: what the embedding made in this tick; None between ticks.
         sent: what this stage sends in this tick; None between ticks.
     """
@@ -81,13 +84,13 @@ def backward_input(jobs: Jobs, carry: Carry, row: Row) -> Carry:
         eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True),
     )
     came = jobs.send.whole(taken(slots, row.arrival["backward"][jobs.index]), jobs.moving)
-    ct, carry = jobs.backward_input(jobs.params, carry, row, came)
+    ct, carry = jobs.backward(jobs.params, carry, row, came)
     return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
 
 
 def backward_weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """W."""
-    return jobs.backward_weight(jobs.params, carry, row)
+    return jobs.weight(jobs.params, carry, row)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
@@ -145,8 +148,8 @@ def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Par
         for name, part in together.items():
 
             def without_sent(carry, row):
-                # If what was sent stayed as it was, XLA would do its collectives before the loop, in all ticks: it takes them
-                # for the same in each trip.
+                # If what was sent stayed as it was, XLA would do its collectives before the loop,
+                # in all ticks: it takes them for the same in each trip.
                 return part(jobs, carry, row).with_arrived(sent=jax.tree.map(jnp.zeros_like, sent))
 
             with _scope(table, name):
@@ -166,8 +169,9 @@ def _if_runs(
 ) -> Tree:
     """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
 
-    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop where it is. The number of the
-    trip, 0, is added to the row. Otherwise XLA would compute before the loop what does not depend on it, even for no trip.
+    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop
+    where it is. The number of the trip, 0, is added to the row. Otherwise XLA would compute before
+    the loop what does not depend on it, even for no trip.
     """
     count = runs.astype(jnp.int32)
     part_of = lambda trip, carry: part(carry, jax.tree.map(lambda column: column + trip, row))
@@ -175,7 +179,8 @@ def _if_runs(
 
 
 def _scope(table: Row, name: str) -> Any:
-    """The scope of a loop in a tick. Its name says how often the loop turns, for readers of the compiled program.
+    """The scope of a loop in a tick. Its name says how often the loop turns, for readers of the
+    compiled program.
 
     A lane runs as often on each stage; what all stages run together has a column.
     """
@@ -194,25 +199,30 @@ DESCRIPTIONS = {
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
     """Refuse with a `ValueError` a job that some stages cannot run alone.
 
-    A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A `ppermute` is one operation of all
-    devices, and hangs or gives wrong numbers where some of them run something else.
+    A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A
+    `ppermute` is one operation of all devices, and hangs or gives wrong numbers where some of them
+    run something else.
     """
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
         axes = ", ".join(map(repr, along))
         crosses = sorted(set(along) & set(axes_of(axis)))
-        runs = f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over {axes} ({line})"
+        runs = (
+            f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over "
+            f"{axes} ({line})"
+        )
         cure = (
             "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
         )
         if crosses:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in embed or head, or {cure}."
+                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in "
+                f"embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, which all devices must run at once. Let jax.lax move the data there (pass "
-                f"{axes} for the axis), or {cure}."
+                f"pipeline: in this schedule {runs}, which all devices must run at once. Let "
+                f"jax.lax move the data there (pass {axes} for the axis), or {cure}."
             )
 
 

@@ -1,7 +1,7 @@
 """A schedule as its executors read it: one row a tick. NumPy only.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward, or in two halves I, the input's cotangent, and W, the
-gradients of the weights.
+Legend: P stages, M microbatches, v chunks a stage, F forward, B backward, or in two halves I, the
+input's cotangent, and W, the gradients of the weights.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,17 @@ Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's i
 
 
 class Row(NamedTuple):
-    """What happens in a tick: `[ticks, stages]`, or, of the last three, one for all stages, `[ticks]`.
+    """What happens in a tick: `[ticks, stages]`, or, of the last three, one for all stages,
+    `[ticks]`.
 
     Attributes:
         jobs: by lane, microbatch * v + chunk, or -1.
-        saved: by lane, the slot that F writes (a free one where it has no job) and that B, or I and W, read.
-        handed: by lane, the slot that I writes (likewise) and that W reads.
+        saved: by lane, the slot that F writes (a free one where it has no job) and that B, or I and
+            W, read.
+        deferred: by lane, the slot that I writes (likewise) and that W reads.
         arrival: by lane, the slot of the arrival that F, B or I begins with.
-        arriving: by distance, the slot for what comes from the stage so many before, at the end of the tick.
+        arriving: by distance, the slot for what comes from the stage so many before, at the end of
+            the tick.
         from_head: the slot for the cotangent that the head makes.
         entering: the microbatch that F begins with at the first place, or -1.
         finished: the microbatch whose F the last place ends, or -1.
@@ -31,7 +34,7 @@ class Row(NamedTuple):
 
     jobs: dict[str, Numbers]
     saved: dict[str, Numbers]
-    handed: dict[str, Numbers]
+    deferred: dict[str, Numbers]
     arrival: dict[str, Numbers]
     arriving: dict[int, Numbers]
     from_head: Numbers
@@ -68,7 +71,7 @@ def rows(schedule: Schedule) -> Row:
     return Row(
         jobs=schedule.lanes,
         saved=clipped(schedule.saved_slots),
-        handed=clipped(schedule.deferred_slots),
+        deferred=clipped(schedule.deferred_slots),
         arrival=arrival,
         arriving=arriving,
         from_head=from_head,

@@ -1,11 +1,15 @@
-"""What a stage saves of a microbatch for its backward pass: its residuals, or its inputs alone.
+"""What a stage saves of a microbatch for its backward pass: its residuals, or only its inputs.
 
-A choice takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two functions, for the two ticks. Of `f`
-only `out` is differentiated, in `trained` and in the floating-point leaves of `x`; `given` is what is at hand in both ticks
-(other parameters, the microbatch), so that no slot needs to hold it.
+A choice takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two
+functions, for the two ticks. Only `out` is differentiated, in `trained` and in the floating-point
+leaves of `x`. `given` is known in both ticks (other parameters, the microbatch), so no slot needs to
+hold it.
 
-    forward(trained, x, given) -> ((out, extra), saved)       `saved`, a list of arrays, waits in a slot
-    backward(trained, given, saved) -> transposed             `transposed(out's cotangent) -> (trained's, x's)`
+    forward(trained, x, given) -> ((out, extra), saved)
+    backward(trained, given, saved) -> transposed
+
+`saved` is a list of arrays that waits in a slot; `transposed` takes out's cotangent and returns
+those of `trained` and of `x`.
 """
 
 from collections.abc import Callable
@@ -26,7 +30,8 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Save what the transpose needs, the residuals of `jax.vjp`, except for what is at hand: nothing is computed twice."""
+    """Save what the transpose needs, the residuals of `jax.vjp`, except for what is at hand:
+    nothing is computed twice."""
     of_last_trace: list[
         Any
     ] = []  # how its residuals are put together again; every trace has the same

@@ -1,11 +1,12 @@
-"""A function traced once: which of its arguments its results depend on, and which parameters come by closure.
+"""A function traced once: which of its arguments its results depend on, and which parameters come
+by closure.
 
-A pipeline differentiates its three functions in what they are given. What reaches them another way has no gradient, so it is
-refused here, by name.
+A pipeline differentiates its three functions in what they are given. What reaches them another way
+has no gradient, so it is refused here, by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,12 +15,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from parallax import mesh
 from parallax._typing import PyTree
-from parallax.collectives.types import operands
+from parallax.collectives.types import match_varying, operands, varying_axes
 from parallax.jaxprs import COLLECTIVES, inner, is_literal, opened
+
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Misused(ValueError):
-    """Blocks or functions of a pipeline that would train something else. The message names the leaf and the cure.
+    """Blocks or functions of a pipeline that would train something else. The message names the leaf
+    and the cure.
 
     Attributes:
         kind: a name for the mistake, as `lint.program` gives it.
@@ -34,7 +38,8 @@ class Misused(ValueError):
 
 
 class Traced(NamedTuple):
-    """A function as a program. To call it runs no Python of the function again, and differentiates nothing again.
+    """A function as a program. To call it runs no Python of the function again, and differentiates
+    nothing again.
 
     Attributes:
         program: of the arrays among its arguments.
@@ -47,7 +52,8 @@ class Traced(NamedTuple):
     used: PyTree
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """The results; arguments must have the types of those that it was traced on, and are given one by one as there."""
+        """The results; arguments must have the types of those that it was traced on, and are given
+        one by one as there."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         results = [
             jnp.asarray(x) for x in jaxpr_as_fun(self.program)(*arrays)
@@ -68,6 +74,15 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     return Traced(program, out, jax.tree.unflatten(structure, used))
 
 
+def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
+    """`x` with the replication types that it keeps through `f`; they only grow."""
+    while True:
+        types = jax.tree.map(varying_axes, x)
+        x = match_varying(x, jax.tree.map(jnp.zeros_like, f(x)))
+        if types == jax.tree.map(varying_axes, x):
+            return x
+
+
 def _live(jaxpr: Jaxpr) -> set[Any]:
     """The variables that the results of `jaxpr` depend on."""
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
@@ -78,7 +93,8 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 
 
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
-    """Refuse a function that reads trained parameters, or what was computed of them, and was not given them."""
+    """Refuse a function that reads trained parameters, or what was computed of them, and was not
+    given them."""
     sources = {
         id(cast): mesh.dotted(path)
         for tree in params
@@ -87,16 +103,18 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     }
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
-        if source is not None:
-            raise Misused(
-                "parameter-by-closure",
-                sources[source] or "the parameters",
-                f"{name} uses {'' if source == id(value) else 'a value made of '}"
-                f"{f'the parameter {sources[source]}' if sources[source] else 'the parameters'} by closure, so that part of the "
-                "gradient would be missing.",
-                f"Read it from {name}'s first argument, which has all parameters; what is not to be differentiated, with "
-                "jax.lax.stop_gradient there.",
-            )
+        if source is None:
+            continue
+        parameter = f"the parameter {sources[source]}" if sources[source] else "the parameters"
+        made_of = "" if source == id(value) else "a value made of "
+        raise Misused(
+            "parameter-by-closure",
+            sources[source] or "the parameters",
+            f"{name} uses {made_of}{parameter} by closure, so that part of the gradient would be "
+            "missing.",
+            f"Read it from {name}'s first argument, which has all parameters; what is not to be "
+            "differentiated, with jax.lax.stop_gradient there.",
+        )
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
@@ -126,15 +144,18 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
             raise Misused(
                 "blocks-outside-the-stage",
                 mesh.dotted(path) or "the blocks",
-                f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over {axis_name!r}: each device has the "
-                "blocks of its own stage there, and their gradient would be missing.",
-                "What depends on them goes into the stage, which may add a term to the loss: return pipeline.Output(x, "
-                "loss=...). A weight that all stages and the ends use does not belong to the blocks.",
+                f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
+                f"{axis_name!r}: each device has the blocks of its own stage there, and their "
+                "gradient would be missing.",
+                "What depends on them goes into the stage, which may add a term to the loss: "
+                "return pipeline.Output(x, loss=...). A weight that all stages and the ends use "
+                "does not belong to the blocks.",
             )
 
 
 def moves_early(traced: Traced) -> bool:
-    """Whether a collective in a function needs nothing but its first argument, the parameters: nothing keeps it waiting."""
+    """Whether a collective in a function needs nothing but its first argument, the parameters:
+    nothing keeps it waiting."""
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     return _moves_early(opened(traced.program), is_late)
 

@@ -18,7 +18,8 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.jaxprs import inner, opened
 from parallax.pipeline.exchange import whole
-from parallax.pipeline.jobs import Functions, Jobs
+from parallax.pipeline.jobs import Jobs
+from parallax.pipeline.programs import Functions
 from parallax.pipeline.save import Save, residuals
 from parallax.plan import primitives
 from parallax.schedule import Schedule
@@ -75,7 +76,7 @@ def stage_work(
                 send=whole,
                 in_halves=True,
             )
-            for name in ("forward", "backward_input", "backward_weight", "head"):
+            for name in ("forward", "backward", "weight", "head"):
                 counts.append(_products(opened(jobs.programs[name].program)))
             return ()
 

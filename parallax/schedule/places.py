@@ -31,7 +31,8 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Chunk c of stage s at place c P + s: after the last stage the model continues at the first."""
+    """Chunk c of stage s at place c P + s: after the last stage the model continues at the
+    first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
@@ -65,7 +66,8 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """The slot of each job, by lane: the first lane writes it, and it is free after the last lane's.
+    """The slot of each job, by lane: the first lane writes it, and it is free after the last
+    lane's.
 
     Where the first lane has no job it is the lowest free slot; where another lane has none, -1.
     """

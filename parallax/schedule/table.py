@@ -9,8 +9,8 @@ each stage's chunks.
 There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, ticks are paired: in one tick a stage runs at most one forward, then at most one
-  backward, then at most one weight job, so a full pipeline runs F and B in every tick. The output of
-  tick t is used by the next stage in tick t + 1, or never: there are no receive queues. The
+  backward, then at most one weight job, so a full pipeline runs F and B in every tick. The next
+  stage uses the output of tick t in tick t + 1, or never: there are no receive queues. The
   placement is looped.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place

@@ -1,0 +1,339 @@
+"""The user's functions and their gradients, traced once each for one device, and what they need.
+
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
+input's cotangent, and W, the gradients of the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from parallax import taps
+from parallax._typing import PyTree
+from parallax.collectives import Axis
+from parallax.collectives.types import match_varying, varying, varying_axes
+from parallax.grads import axes_of, split_into_microbatches, varies_along
+from parallax.jaxprs import opened
+from parallax.pipeline import checks, traced
+from parallax.pipeline.buffers import Counts, masked
+from parallax.pipeline.exchange import Exchange
+from parallax.pipeline.save import Save
+from parallax.pipeline.traced import Traced, trace
+from parallax.schedule import Schedule
+from parallax.split_backward import split
+
+
+class Functions(NamedTuple):
+    """The user's functions, and how they see parameters: arguments of `pipeline.value_and_grad`."""
+
+    embed: Callable[..., Any]
+    stage: Callable[..., Any]
+    head: Callable[..., Any]
+    blocks: Callable[[PyTree], PyTree]
+    trainable: PyTree
+
+
+class Parameters(NamedTuple):
+    """The parameters in four trees of one structure, with None for what is in another tree.
+
+    Attributes:
+        blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
+        ends: the other trained arrays.
+        fixed_blocks: the blocks' other arrays.
+        fixed: all other leaves, also those that are not arrays.
+    """
+
+    blocks: PyTree
+    ends: PyTree
+    fixed_blocks: PyTree
+    fixed: PyTree
+
+    def whole(self) -> PyTree:
+        """The parameters as the user's functions take them."""
+        return eqx.combine(*self)
+
+
+class Task(NamedTuple):
+    """This stage's job in a tick.
+
+    Attributes:
+        microbatch: its number.
+        chunk: of this stage's layers.
+        position: the chunk's place in the model.
+        valid: whether the table has a job here; True where nothing would run otherwise.
+    """
+
+    microbatch: Int[Array, ""]
+    chunk: Int[Array, ""]
+    position: Int[Array, ""]
+    valid: Counts
+
+
+class Trained(NamedTuple):
+    """The arrays that a stage is differentiated in: its chunk of the blocks, and the ends that it
+    reads."""
+
+    blocks: PyTree
+    ends: PyTree
+
+
+class Given(NamedTuple):
+    """A stage's other arguments, known in its forward and its backward tick: they need no slot.
+
+    `number` is the microbatch's, or -1: it is for taps, and None where nothing is recorded.
+    """
+
+    params: Parameters
+    microbatch: PyTree
+    position: Int[Array, ""]
+    number: Int[Array, ""] | None
+
+
+class Programs:
+    """The programs of one device. Made once per call, it traces each function of the user once, and
+    refuses misuse.
+
+    Attributes:
+        params: the parameters of this device.
+        x: what travels between stages, as zeros with its replication types; `moving` has its
+            floating-point leaves.
+        index: the number of this stage; `first` and `last` say whether it is one of those.
+        saved: the types of the arrays that F saves of a microbatch.
+        deferred: the types of the arrays that I leaves for W.
+        differentiates: whether gradients are needed, and not only the loss.
+        in_halves: whether the backward pass is split into I and W.
+        counts: whether the head's loss counts on this stage.
+        programs: the traced programs, by name.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        schedule: Schedule,
+        axis: Axis,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        save: Save | None,
+        send: Exchange,
+        scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
+        in_halves: bool = False,
+    ):
+        """Trace.
+
+        Args:
+            functions: the user's.
+            schedule: the table.
+            axis: the axis of the stages.
+            params: the parameters on this device.
+            batch: the batch on this device.
+            save: what F saves; None for the loss without gradients.
+            send: how messages are sent.
+            scatter: applied to each microbatch's gradients before they are added up.
+            in_halves: whether to trace I and W instead of B.
+        """
+        checks.check(schedule, axis, functions.blocks(params))
+        checks.check_batch(batch)
+        self.functions, self.schedule, self.axis = functions, schedule, axis
+        self.send, self.scatter = send, scatter
+        self.params = _split(varying(params, axis.names), functions)
+        self.microbatches = split_into_microbatches(batch, schedule.microbatches)
+        self.index = axis.index()
+        self.first, self.last = self.index == 0, self.index == schedule.stages - 1
+        self.saved: list[Any] = []
+        self.deferred: list[Any] = []
+        self.differentiates, self.in_halves = save is not None, in_halves
+        self.programs: dict[str, Traced] = {}
+        self._trace_embed()
+        self._trace_stage()
+        self._trace_head()
+        self.moves_early = any(map(traced.moves_early, (self._embed, self._stage, self._head)))
+        self._trace_jobs(save)
+        self._trace_ends()
+
+    # The arguments of the programs.
+
+    def task(self, job: Int[Array, ""]) -> Task:
+        """The job of this number, or of -1."""
+        microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
+        position = jnp.asarray(self.schedule.placed)[chunk, self.index]
+        return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
+
+    def known(self, params: Parameters, task: Task) -> tuple[Trained, Given]:
+        """The arguments of F, B, I and W that neither arrive nor wait in a slot."""
+        params = self._of_chunk(params, task.chunk)
+        trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
+        number = taps.job(task.microbatch, task.valid)
+        return trained, Given(params, self.rows(task.microbatch), task.position, number)
+
+    def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
+        """The head's arguments after `x`."""
+        return self.rows(microbatch), varying(taps.job(microbatch, self.counts), self.axis.names)
+
+    def rows(self, microbatch: Int[Array, ""]) -> PyTree:
+        """One microbatch of the batch."""
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False),
+            self.microbatches,
+        )
+
+    def _of_chunk(self, params: Parameters, chunk: Int[Array, ""]) -> Parameters:
+        def one(w):
+            if self.schedule.chunks == 1:
+                return w[0]
+            return lax.dynamic_index_in_dim(w, chunk, keepdims=False)
+
+        blocks, fixed_blocks = jax.tree.map(one, (params.blocks, params.fixed_blocks))
+        return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
+
+    def shared_out(self, value: Array) -> bool:
+        """Whether all stages compute the head's value together; else the last stage's counts."""
+        along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
+        if along and not varies_along(value, self.axis):
+            raise ValueError(
+                f"pipeline: the head's value differs along {along}, and is the same along the "
+                f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
+                "all of these axes, and one that they do not share over none."
+            )
+        return not along
+
+    # Tracing.
+
+    def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
+        """A function of the user; its first argument is the parameters."""
+        program = trace(f, *arguments)
+        trained = self.params.blocks, self.params.ends
+        traced.refuse_closures(name, program.program.consts, trained)
+        if name != "stage":
+            used = program.used[0]
+            blocks = eqx.combine(used.blocks, used.fixed_blocks)
+            traced.refuse_reading(name, blocks, self.axis.names)
+        return program
+
+    def _trace_embed(self) -> None:
+        def embed(params, rows, microbatch):
+            with taps.at(microbatch=microbatch):
+                x = self.functions.embed(params.whole(), rows)
+            return varying(jax.tree.map(jnp.asarray, x), self.axis.names)
+
+        zero = jnp.zeros((), jnp.int32)
+        self._embed = self._traced("embed", embed, self.params, self.rows(zero), zero)
+        checks.activation(self._embed.out)
+        self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
+
+    def _trace_stage(self) -> None:
+        def stage(params, x, rows, position, number):
+            with taps.at(microbatch=number):
+                return checks.output(self.functions.stage(params.whole(), x, rows, position))
+
+        task = self.task(self.index * 0)  # it differs between stages
+        chunk = self._of_chunk(self.params, task.chunk)
+        given = self.rows(task.microbatch), task.position, taps.job(task.microbatch, task.valid)
+
+        def after_stage(x):
+            self._stage = self._traced("stage", stage, chunk, x, *given)
+            checks.same_form(self._stage.out.x, x)
+            return self._stage.out.x
+
+        self.x = traced.settled(self.x, after_stage)
+        self.moving = eqx.filter(self.x, eqx.is_inexact_array)
+        self._read_by_stage = self._stage.used[0].ends
+        terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
+        zeros = jax.tree.map(jnp.zeros_like, terms)
+        self.terms = varying(zeros, self.axis.names)  # they differ between stages
+
+    def _trace_head(self) -> None:
+        def head(params, y, rows, number):
+            with taps.at(microbatch=number):
+                return checks.loss_and_aux(self.functions.head(params.whole(), y, rows))
+
+        self.counts: Counts = self.last
+        arguments = self.finished(jnp.zeros((), jnp.int32))
+        self._head = self._traced("head", head, self.params, self.x, *arguments)
+        if self.shared_out(jnp.zeros_like(self._head.out[0])):
+            self.counts = True
+        checks.head(self._head, self.axis)
+
+    def _differentiable_stage(
+        self, trained: Trained, x: PyTree, given: Given
+    ) -> tuple[PyTree, PyTree]:
+        """The stage as `save` takes it: `((moving, loss), (still, aux))`, where `moving` are the
+        floating-point leaves of x."""
+        ends = eqx.combine(trained.ends, given.params.ends)
+        params = given.params._replace(blocks=trained.blocks, ends=ends)
+        output = self._stage(params, x, given.microbatch, given.position, given.number)
+        moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
+        return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
+
+    def _trace_jobs(self, save: Save | None) -> None:
+        """Trace F, and B or I and W; without `save` only F."""
+        known = self.known(self.params, self.task(self.index * 0))
+        if save is None:
+            f = lambda *arguments: (self._differentiable_stage(*arguments), [])
+            self.programs["forward"] = trace(f, known[0], self.x, known[1])
+            return
+        forward, backward = save(self._differentiable_stage)
+
+        def transposed(ct, trained, given, saved):
+            gradients, ct = backward(trained, given, saved)(ct)
+            return ct, gradients
+
+        self.programs["forward"] = trace(forward, known[0], self.x, known[1])
+        (out, _), self.saved = self.programs["forward"].out
+        self.seed = None if out[1] is None else jnp.ones_like(out[1])
+        both = self.programs["backward"] = trace(transposed, out, *known, self.saved)
+        if not self.in_halves:
+            return
+        ct, gradients = both.out
+        count = len(jax.tree.leaves(ct))
+        first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
+        self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
+        self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)
+        self.programs["weight"] = Traced(second, gradients, both.used)
+
+    def _trace_ends(self) -> None:
+        """Trace the head with its gradient, and the gradient of `embed`."""
+
+        def differentiated(params, y, rows, number):
+            moving, still = eqx.partition(y, eqx.is_inexact_array)
+
+            def loss_of(ends, moving):
+                y = eqx.combine(moving, still)
+                loss, aux = self._head(params._replace(ends=ends), y, rows, number)
+                return masked(self.counts, loss), aux
+
+            if not self.differentiates:
+                return loss_of(params.ends, moving), eqx.filter((params.ends, moving), False)
+            return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
+
+        def embed_backward(params, rows, microbatch, ct):
+            def moving_of(ends):
+                x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
+                return eqx.filter(x, eqx.is_inexact_array)
+
+            return jax.vjp(moving_of, params.ends)[1](ct)[0]
+
+        zero = jnp.zeros((), jnp.int32)
+        self.programs["embed"] = self._embed
+        self.programs["head"] = trace(differentiated, self.params, self.x, *self.finished(zero))
+        if self.differentiates:
+            arguments = self.params, self.rows(zero), zero, self.moving
+            self.programs["embed_backward"] = trace(embed_backward, *arguments)
+
+
+def _split(params: PyTree, functions: Functions) -> Parameters:
+    """The parameters by their role."""
+    in_blocks = jax.tree.map(lambda _: False, params)
+    all_true = lambda blocks: jax.tree.map(lambda _: True, blocks)
+    in_blocks = eqx.tree_at(functions.blocks, in_blocks, replace_fn=all_true)
+    trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
+    fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
+    arrays, static = eqx.partition(fixed, eqx.is_array)
+    trained_blocks, trained_ends = eqx.partition(trained, in_blocks)
+    fixed_blocks, fixed_ends = eqx.partition(arrays, in_blocks)
+    return Parameters(trained_blocks, trained_ends, fixed_blocks, eqx.combine(fixed_ends, static))
