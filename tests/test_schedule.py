@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -447,6 +448,11 @@ def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name
     table = make((LOCKSTEP | PER_STAGE)[name], P, M, v)
     assert table.per_stage == (name in PER_STAGE)
     assert can_run(table.lanes, table.placed)
+    assert_refused_where_it_cannot_run(table, random)
+
+
+def assert_refused_where_it_cannot_run(table, random):
+    """A table with changes is refused where the oracle says that it cannot run, and only there."""
     lanes, placement = mutated(
         {lane: np.array(jobs) for lane, jobs in table.lanes.items()}, table.placed, random
     )
@@ -456,6 +462,18 @@ def test_tables_are_refused_where_a_token_would_not_arrive_and_nowhere_else(name
     else:
         with pytest.raises(ValueError, match=r"tick|microbatch|placement|stage 0"):
             Schedule(*lanes.values(), placement=placement)
+
+
+@pytest.mark.sweep(10)
+@pytest.mark.long
+@pytest.mark.parametrize("hundreds", range(0, 50, 5))
+def test_five_thousand_changed_tables_are_refused_where_a_token_would_not_arrive(hundreds):
+    """Of all makers, both kinds, up to five stages, six microbatches and three chunks."""
+    makers = list((LOCKSTEP | PER_STAGE).values())
+    for number in range(100 * hundreds, 100 * hundreds + 500):
+        drawn = random.Random(number)
+        sizes = drawn.randint(1, 5), drawn.randint(1, 6), drawn.randint(1, 3)
+        assert_refused_where_it_cannot_run(make(makers[number % len(makers)], *sizes), drawn)
 
 
 def broken(change, maker=one_f_one_b_lockstep, **sizes):

@@ -1,5 +1,6 @@
-"""Arrays that wait for a later tick, in slots, and sums in which some ticks do not count."""
+"""Arrays that wait in slots for a later tick, and sums in which some ticks do not count."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +13,8 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import accumulation_dtype, axes, varying, varying_axes
 
-Counts: TypeAlias = Bool[Array, ""] | bool  # True: it counts for certain
+# True where it counts on all stages in all ticks.
+Counts: TypeAlias = Bool[Array, ""] | bool
 
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
@@ -21,8 +23,8 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """The tree where it counts, else zeros: what does not count may be anything, even not a
-    number."""
+    """The tree where it counts, else zeros."""
+    # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is NaN.
     if counts is True:
         return tree
     return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
@@ -38,41 +40,40 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """The buffers, [slots, ...] each, with an array of the tree in a slot of each. Where the tree
-    has None a buffer stays."""
+    """The buffers, [slots, ...] each, with an array of the tree in a slot of each.
+
+    Where the tree has None a buffer stays.
+    """
 
     def leaf(buffer, x):
-        return (
-            buffer
-            if x is None
-            else lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
-        )
+        if x is None:
+            return buffer
+        return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
 
     return jax.tree.map(leaf, buffers, tree)
 
 
 def taken(buffers: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """What lies in a slot."""
-    return jax.tree.map(
-        lambda buffer: lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
-    )
+    """The tree in a slot of the buffers."""
+    take = functools.partial(lax.dynamic_index_in_dim, index=slot, keepdims=False)
+    return jax.tree.map(take, buffers)
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """So many slots for each of these types; for what is the same on all stages, such as a
-    constant, one for all microbatches.
+    """So many slots for each of these types.
 
-    Accelerators do not fill slots of floating-point numbers (`lax.empty`): what a tick without a
-    job makes of them may be anything, and `masked` drops it. Whole numbers are zeros, as an index
-    must lie in its array.
+    An array that is the same on all stages, such as a constant, gets one for all microbatches.
     """
 
     def slots(kind):
         zeros = jnp.zeros_like(jax.eval_shape(_numbers, kind))
         if not set(axes(axis.names)) & set(varying_axes(zeros)):
             return zeros
+        # An index must lie in its array, also where a tick without a job computes with it.
         if not jnp.issubdtype(zeros.dtype, jnp.inexact):
             return stacked(zeros, count)
+        # Accelerators do not fill an empty array: a tick without a job may read anything, and
+        # `masked` drops the result.
         return varying(lax.empty((count, *zeros.shape), zeros.dtype), varying_axes(zeros))
 
     return [slots(kind) for kind in types]
@@ -88,7 +89,7 @@ def saved_in(slots: list[Any], arrays: Sequence[Any], slot: Int[Array, ""]) -> l
 
 
 def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list[Any]:
-    """What lies in a slot of `slots_for`, of these types."""
+    """The arrays in a slot of `slots_for`, of these types."""
 
     def one(buffer, kind):
         is_one_for_all = buffer.ndim == jax.eval_shape(_numbers, kind).ndim
@@ -105,17 +106,17 @@ def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list
 
 
 def stacked(like: Any, *counts: int) -> Array:
-    """Zeros for so many of an array."""
+    """Zeros like an array, with these dims before its own."""
     return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
 
 
 def wide_zeros(like: Any) -> Array:
-    """Zeros like an array, of the type in which it is added up."""
+    """Zeros like an array, of the type in which its sum is taken."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))
 
 
 def _numbers(x: Any) -> Any:
-    """An array as a slot holds it: random keys as the numbers that they are made of."""
+    """An array as a slot holds it: random keys as their numbers."""
     return jax.random.key_data(x) if _is_key(x) else x
 
 

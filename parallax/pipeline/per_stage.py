@@ -1,22 +1,22 @@
 """The executor in which each stage runs its own job in a tick, or none: one loop over the ticks,
 without a conditional.
 
-A job is a loop of one trip, or of none. Embedding and head, which talk over the stages, are run by
-all devices together: the embedding before the jobs and the head after them, in the ticks in which
-the table says so for all stages alike. So are the messages, in every tick. What arrives waits in a
-slot until the job that needs it.
+A job is a loop of one trip, or of none. All devices run the embedding and the head together, since
+these may communicate over the stages: the embedding before the jobs and the head after them, in the
+same ticks on all stages. They exchange messages in every tick. What arrives waits in a slot until
+the job that needs it.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Int
 
 from parallax._typing import PyTree
 from parallax.collectives import Axis, types
@@ -31,13 +31,13 @@ from parallax.pipeline.traced import trace
 
 
 class Arrived(NamedTuple):
-    """What came, or is to be sent.
+    """The messages of this stage.
 
     Attributes:
-        slots: what came and was not used yet, activations and cotangents: [slots, ...] each, by the
-            leaves of x.
-        entered: what the embedding made in this tick; None between ticks.
-        sent: what this stage sends in this tick; None between ticks.
+        slots: activations and cotangents that arrived and wait: [slots, ...] each, by the leaves of
+            x.
+        entered: the output of the embedding in this tick; None between ticks.
+        sent: the message of this stage in this tick; None between ticks.
     """
 
     slots: PyTree
@@ -45,147 +45,138 @@ class Arrived(NamedTuple):
     sent: PyTree
 
 
-Tree = TypeVar("Tree", bound=PyTree)
-Part: TypeAlias = Callable[
-    [Jobs, Carry, Row], Carry
-]  # a stage's own job in a tick, or what all stages run together
-TOGETHER = {
-    "embed": "entering",
-    "head": "finished",
-    "embed_backward": "leaving",
-}  # the column of the microbatches of each
+Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
+# The column of the microbatches of each part that all stages run together.
+TOGETHER = {"embed": "entering", "head": "finished", "embed_backward": "leaving"}
 
 
 def run(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients, or of the loss alone, after all ticks."""
-    table = rows(jobs.schedule)
-    if not jobs.differentiates:
-        return _run(jobs, forward_alone(table), {"forward": forward}, {"head": head})
-    alone = {"forward": forward, "backward": backward_input, "weight": backward_weight}
-    return _run(jobs, table, alone, {"head": head, "embed_backward": embed_backward})
+    """The sums of loss and gradients, or only of the loss, after all ticks."""
+    table, schedule = rows(jobs.schedule), jobs.schedule
+    before: dict[str, Part] = {"embed": embed, "forward": forward}
+    after: dict[str, Part] = {"head": head}
+    if jobs.differentiates:
+        before |= {"backward": backward, "weight": weight}
+        after["embed_backward"] = embed_backward
+    else:
+        table = forward_alone(table)
+    nothing_sent = jobs.send.part(jobs.x)
+    # One slot more than the table needs, for messages that no job reads.
+    slots = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), nothing_sent)
+    begin = Arrived(slots, jobs.x, nothing_sent)
+    carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
+    for name in DESCRIPTIONS.keys() & before.keys():
+        before[name] = _alone(name, before[name], jobs, carry, table)
+
+    def tick(carry, row):
+        carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
+        for name, part in before.items():
+            carry = _if_runs(name, part, jobs, carry, row, table)
+        carry = exchange(jobs, carry, row)
+        for name, part in after.items():
+            carry = _if_runs(name, part, jobs, carry, row, table)
+        return carry.with_arrived(entered=None, sent=None), None
+
+    carry = carry.with_arrived(entered=None, sent=None)
+    return lax.scan(tick, carry, jax.tree.map(jnp.asarray, table))[0].sums
 
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """What enters."""
+    """The input of the first stage."""
     return carry.with_arrived(entered=jobs.embed(jobs.params, row.entering))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """F, of what enters or of what came."""
-    came = jobs.send.whole(taken(carry.arrived.slots, row.arrival["forward"][jobs.index]), jobs.x)
-    y, carry = jobs.forward(jobs.params, carry, row, carry.arrived.entered, came)
+    """F, of the embedding's output or of an activation that arrived."""
+    waiting = taken(carry.arrived.slots, row.arrival["forward"][jobs.index])
+    x = jobs.send.whole(waiting, jobs.x)
+    y, carry = jobs.forward(jobs.params, carry, row, carry.arrived.entered, x)
     return carry.with_arrived(sent=jobs.send.part(y))
 
 
-def backward_input(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """I, of what came: the head's cotangents wait beside those of other stages."""
-    slots, still = (
-        eqx.filter(carry.arrived.slots, eqx.is_inexact_array),
-        eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True),
-    )
-    came = jobs.send.whole(taken(slots, row.arrival["backward"][jobs.index]), jobs.moving)
-    ct, carry = jobs.backward(jobs.params, carry, row, came)
+def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
+    """I, of a cotangent that arrived: the head's wait beside those of other stages."""
+    slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)
+    waiting = taken(slots, row.arrival["backward"][jobs.index])
+    ct, carry = jobs.backward(jobs.params, carry, row, jobs.send.whole(waiting, jobs.moving))
+    # Activations and cotangents go by the same messages, so both have the leaves of x.
+    still = eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True)
     return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
 
 
-def backward_weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
+def weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """W."""
     return jobs.weight(jobs.params, carry, row)
 
 
+def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
+    """The messages: one for each distance that any message of the schedule goes."""
+    sent, before = carry.arrived.sent, carry.sums.loss
+    for distance, slots in row.arriving.items():
+        # On a CPU the messages go one after another: all devices need them in one order.
+        arrived = jobs.moved(sequence_after(sent, before), distance=distance) if distance else sent
+        carry = carry.with_arrived(slots=put(carry.arrived.slots, arrived, slots[jobs.index]))
+        before = arrived
+    return carry
+
+
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The head, of what the last place has finished."""
+    """The head, of the output of the model's last place."""
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    y = jobs.moved(jobs.send.whole(carry.arrived.sent, jobs.x), distance=to_the_last_stage)
-    ct, carry = jobs.head(jobs.params, carry, row, y)
+    y = jobs.send.whole(_sent(carry, row.finished), jobs.x)
+    ct, carry = jobs.head(jobs.params, carry, row, jobs.moved(y, distance=to_the_last_stage))
     ct = jobs.send.part(jobs.moved(ct, distance=-to_the_last_stage))
     return carry.with_arrived(slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The gradients of what the embedding reads."""
-    ct = jobs.send.whole(eqx.filter(carry.arrived.sent, eqx.is_inexact_array), jobs.moving)
-    return jobs.embed_backward(jobs.params, carry, row, masked(jobs.first, ct))
+    sent = eqx.filter(_sent(carry, row.leaving), eqx.is_inexact_array)
+    ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
+    return jobs.embed_backward(jobs.params, carry, row, ct)
 
 
-def _run(jobs: Jobs, table: Row, alone: dict[str, Part], together: dict[str, Part]) -> Sums:
-    """The sums after all ticks.
+def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
+    """This stage's message in this tick, in a part that runs for a microbatch.
 
-    Args:
-        jobs: the jobs.
-        table: the rows, one a tick.
-        alone: what a stage runs by itself, by lane.
-        together: what all stages run after the messages, by its name in `TOGETHER`.
+    The condition always holds. Without it XLA runs the part's collectives before its loop, in all
+    ticks, since nothing in them would depend on the loop.
     """
-    schedule = jobs.schedule
-    nothing_sent = jobs.send.part(jobs.x)
-    # One slot more than the table needs: what no job reads goes there.
-    slots = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), nothing_sent)
-    carry = jobs.start(Arrived(slots, None, None), schedule.slot_count, schedule.deferred_count)
-    begun = lambda carry: carry.with_arrived(entered=jobs.x, sent=nothing_sent)
-    ticks = jax.tree.map(jnp.asarray, table)
-    # In a loop of a stage's own its row differs between stages too, by the number of the trip.
-    row = varying(jax.tree.map(lambda column: column[0], ticks), jobs.axis.names)
-    traced = {
-        name: trace(functools.partial(part, jobs), begun(carry), row)
-        for name, part in alone.items()
-    }
-    for name, part in traced.items():
-        refuse_crossing(DESCRIPTIONS[name], opened(part.program), jobs.axis)
-
-    def tick(carry, row):
-        carry = begun(carry)
-        with _scope(table, "embed"):
-            carry = _if_runs(row.entering >= 0, functools.partial(embed, jobs), carry, row)
-        for name, part in traced.items():
-            with _scope(table, name):
-                carry = _if_runs(row.jobs[name][jobs.index] >= 0, part, carry, row)
-        sent, after = carry.arrived.sent, carry.sums.loss
-        for distance, slots in row.arriving.items():
-            came = jobs.moved(sequence_after(sent, after), distance=distance) if distance else sent
-            carry = carry.with_arrived(slots=put(carry.arrived.slots, came, slots[jobs.index]))
-            after = came
-        for name, part in together.items():
-
-            def without_sent(carry, row):
-                # If what was sent stayed as it was, XLA would do its collectives before the loop,
-                # in all ticks: it takes them for the same in each trip.
-                return part(jobs, carry, row).with_arrived(sent=jax.tree.map(jnp.zeros_like, sent))
-
-            with _scope(table, name):
-                runs = getattr(row, TOGETHER[name]) >= 0
-                carry = _if_runs(
-                    runs, without_sent, carry.with_arrived(sent=sequence_after(sent, after)), row
-                )
-            after = carry.sums.ends, carry.sums.loss
-        return carry.with_arrived(entered=None, sent=None), None
-
-    end: Carry = lax.scan(tick, carry, ticks)[0]
-    return end.sums
+    return masked(microbatch >= 0, carry.arrived.sent)
 
 
-def _if_runs(
-    runs: Bool[Array, ""], part: Callable[[Tree, Row], Tree], carry: Tree, row: Row
-) -> Tree:
-    """`part(carry, row)` where it runs, else the carry: a loop of one trip or of none.
+def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
+    """A stage's own job, traced; refused where the stages cannot run it alone."""
+    row = jax.tree.map(lambda column: jnp.asarray(column[0]), table)
+    # In the loop of a stage's own job its row differs between stages, by the number of the trip.
+    traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
+    refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
+    return lambda jobs, carry, row: traced(carry, row)
+
+
+def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
+    """The carry after a part, if it runs in this tick: a loop of one trip or of none.
 
     XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop
-    where it is. The number of the trip, 0, is added to the row. Otherwise XLA would compute before
-    the loop what does not depend on it, even for no trip.
+    where it is. The loop's name says how often it turns, for readers of the compiled program: a job
+    runs equally often on each stage.
     """
-    count = runs.astype(jnp.int32)
-    part_of = lambda trip, carry: part(carry, jax.tree.map(lambda column: column + trip, row))
-    return lax.fori_loop(jnp.zeros_like(count), count, part_of, carry)
+    column = _column(table, name).reshape(len(table.entering), -1)[:, 0]
+    number = _column(row, name)
+    count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
+
+    def body(trip, carry):
+        # The trip, 0, is added to the row. Otherwise XLA would compute before the loop what does
+        # not depend on it, even for no trip.
+        return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
+
+    with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), of=len(column))):
+        return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
 
 
-def _scope(table: Row, name: str) -> Any:
-    """The scope of a loop in a tick. Its name says how often the loop turns, for readers of the
-    compiled program.
-
-    A lane runs as often on each stage; what all stages run together has a column.
-    """
-    column = getattr(table, TOGETHER[name]) if name in TOGETHER else table.jobs[name][:, 0]
-    return jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), of=len(column)))
+def _column(table: Row, name: str) -> Any:
+    """The microbatches or jobs of a part, in each tick or in one; -1 where it does not run."""
+    return getattr(table, TOGETHER[name]) if name in TOGETHER else table.jobs[name]
 
 
 GROUPED = COLLECTIVES - {"linear_collective", "ppermute", "ragged_all_to_all"}

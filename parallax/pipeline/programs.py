@@ -111,6 +111,8 @@ class Programs:
         programs: the traced programs, by name.
     """
 
+    _stage: Traced
+
     def __init__(
         self,
         functions: Functions,

@@ -1,6 +1,6 @@
-"""A schedule as its executors read it: one row a tick. NumPy only.
+"""A schedule as its executors read it: one row per tick. NumPy only.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward, or in two halves I, the
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights.
 """
 
@@ -15,18 +15,18 @@ Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's i
 
 
 class Row(NamedTuple):
-    """What happens in a tick: `[ticks, stages]`, or, of the last three, one for all stages,
-    `[ticks]`.
+    """The jobs, the slots and the messages of a tick: `[ticks, stages]`; the last three columns are
+    the same for all stages, `[ticks]`.
 
     Attributes:
         jobs: by lane, microbatch * v + chunk, or -1.
         saved: by lane, the slot that F writes (a free one where it has no job) and that B, or I and
             W, read.
-        deferred: by lane, the slot that I writes (likewise) and that W reads.
-        arrival: by lane, the slot of the arrival that F, B or I begins with.
-        arriving: by distance, the slot for what comes from the stage so many before, at the end of
+        deferred: by lane, the slot that I writes (likewise a free one) and that W reads.
+        arrival: by lane, the slot of the message that F, B or I begins with.
+        arriving: by distance, the slot for the message from the stage so many before, at the end of
             the tick.
-        from_head: the slot for the cotangent that the head makes.
+        from_head: the slot for the head's cotangent.
         entering: the microbatch that F begins with at the first place, or -1.
         finished: the microbatch whose F the last place ends, or -1.
         leaving: the microbatch whose B, or I, the first place ends, or -1.
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """The schedule's tables, and what follows from them: the ends of the pipeline and the slots."""
+    """The schedule's tables, with the slots and the microbatches at both ends of the pipeline."""
     P, v = schedule.stages, schedule.chunks
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
@@ -67,7 +67,9 @@ def rows(schedule: Schedule) -> Row:
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
-    clipped = lambda slots: {lane: np.maximum(table, 0) for lane, table in slots.items()}
+    def clipped(slots):
+        return {lane: np.maximum(table, 0) for lane, table in slots.items()}
+
     return Row(
         jobs=schedule.lanes,
         saved=clipped(schedule.saved_slots),
@@ -82,13 +84,13 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """The ticks in which anything runs forward; what arrives waits where it did."""
+    """The ticks in which any stage runs forward; messages wait in the same slots."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(lambda column: column[runs], row)
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """How many stages on the messages go, of P around: 0 for those that stay."""
+    """The distances, in stages around the ring of P, that messages go: 0 for those that stay."""
     return sorted(
         {(message.target - message.source) % schedule.stages for message in schedule.messages}
     )

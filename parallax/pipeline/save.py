@@ -30,53 +30,50 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Save what the transpose needs, the residuals of `jax.vjp`, except for what is at hand:
-    nothing is computed twice."""
-    of_last_trace: list[
-        Any
-    ] = []  # how its residuals are put together again; every trace has the same
+    """Save the residuals of `jax.vjp`, except for arrays that are known in both ticks.
+
+    Nothing is computed twice.
+    """
+    # How the residuals of the last trace form the transposed function; every trace has the same.
+    of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
         out, transposed, extra = _vjp(f, trained, x, given)
-        at_hand = jax.tree.leaves((trained, given))
+        known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
-        places = [
-            next((i for i, known in enumerate(at_hand) if known is leaf), None) for leaf in leaves
-        ]
+        places = [known.get(id(leaf)) for leaf in leaves]
         of_last_trace[:] = structure, places
-        return (out, extra), [
-            leaf for leaf, place in zip(leaves, places, strict=True) if place is None
-        ]
+        saved = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+        return (out, extra), saved
 
     def backward(trained, given, saved):
         structure, places = of_last_trace
-        saved, at_hand = iter(saved), jax.tree.leaves((trained, given))
-        return jax.tree.unflatten(
-            structure, [next(saved) if place is None else at_hand[place] for place in places]
-        )
+        waiting, known = iter(saved), jax.tree.leaves((trained, given))
+        leaves = [next(waiting) if place is None else known[place] for place in places]
+        return jax.tree.unflatten(structure, leaves)
 
     return forward, backward
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Save the stage's input alone, and compute the rest again in the backward tick."""
-    structure: list[Any] = []
+    """Save only the stage's input, and compute the rest again in the backward tick."""
+    of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
-        leaves, structure[:] = jax.tree.flatten(x)[0], [jax.tree.structure(x)]
+        leaves, structure = jax.tree.flatten(x)
+        of_last_trace[:] = [structure]
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
-        return _vjp(f, trained, jax.tree.unflatten(structure[0], saved), given)[1]
+        return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward
 
 
-def _vjp(f, trained, x, given):
+def _vjp(f: Stage, trained: PyTree, x: PyTree, given: PyTree) -> tuple[Any, Any, Any]:
     moving, still = eqx.partition(x, eqx.is_inexact_array)
-    return jax.vjp(
-        lambda trained, moving: f(trained, eqx.combine(moving, still), given),
-        trained,
-        moving,
-        has_aux=True,
-    )
+
+    def of_moving(trained, moving):
+        return f(trained, eqx.combine(moving, still), given)
+
+    return jax.vjp(of_moving, trained, moving, has_aux=True)

@@ -38,8 +38,7 @@ class Misused(ValueError):
 
 
 class Traced(NamedTuple):
-    """A function as a program. To call it runs no Python of the function again, and differentiates
-    nothing again.
+    """A function as a program. A call runs no Python of the function again.
 
     Attributes:
         program: of the arrays among its arguments.

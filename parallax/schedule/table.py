@@ -22,7 +22,7 @@ tables.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -298,12 +298,11 @@ class Schedule:
                     orders[s].append(Job(lane, microbatch, int(self.placed[chunk, s])))
         starts = start_times(orders, dict(enumerate(stages.tolist())), costs, hop)
 
-        def spans() -> Iterator[Span]:
-            for (lane, microbatch, place), start in starts.items():
-                home = int(stages[place]), lane, microbatch, int(chunks[place])
-                yield Span(*home, start, start + costs[lane])
-
-        return tuple(sorted(spans(), key=lambda span: (span.start, span.stage)))
+        spans = []
+        for (lane, microbatch, place), start in starts.items():
+            stage, chunk = int(stages[place]), int(chunks[place])
+            spans.append(Span(stage, lane, microbatch, chunk, start, start + costs[lane]))
+        return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
 
     def asynchronous_makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
