@@ -730,13 +730,13 @@ PIPELINE = (
         IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
     ),
     Mutant(
-        "_run",
-        "jax.tree.map(jnp.zeros_like, sent)",
-        "sent",
+        "_sent",
+        "masked(microbatch >= 0, carry.arrived.sent)",
+        "carry.arrived.sent",
         IN_TURNS + "test_what_all_stages_run_runs_in_its_ticks_alone",
     ),
     Mutant(
-        "_scope",
+        "_if_runs",
         "(column >= 0).sum()",
         "(column >= 1).sum()",
         IN_TURNS + "test_the_program_is_the_table",

@@ -272,7 +272,8 @@ class Schedule:
                 start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
                 for s, job in jobs:
-                    spans.append(Span(s, lane, *divmod(job, self.chunks), start, start + cost))
+                    microbatch, chunk = divmod(job, self.chunks)
+                    spans.append(Span(s, lane, microbatch, chunk, start, start + cost))
                 stop = max(stop, start + cost) if jobs else stop
             now = stop + hop
         return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
