@@ -1,9 +1,10 @@
 """Which pipeline schedule pays: the time and the memory of each, by its table, beside those of
 torch.distributed.pipelining.
 
-Nothing runs: a schedule's time is a fold over its table (`makespan`), its memory the microbatches that its neediest
-stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are made by torch, where it is installed, and
-run here as ours do: all stages wait for the dearest job of a tick, and exchange in each.
+Nothing runs: a schedule's time is a fold over its table (`makespan`), its memory the microbatches
+that its neediest stage holds. F, I, W and an exchange have times that are drawn. Torch's tables are
+made by torch, where it is installed, and run here as ours do: all stages wait for the dearest job
+of a tick, and exchange in each.
 
     python benchmarks/schedules.py --stages 8 --microbatches 16 32
 """

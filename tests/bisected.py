@@ -135,7 +135,9 @@ REFUSES = (
     "Unknown",
     "_unknown",
 )  # in names
-PLACED = (  # of those that were found where they are, in a model of one's own: the function, and what stands there instead
+# Of those that were found where they are, in a model of one's own: the function, and what stands
+# there instead.
+PLACED = (
     ("Programs.task", "[0 * chunk, self.index]"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),

@@ -107,7 +107,8 @@ REFUSED = {
     ),
     "no weights": (
         "0F0,0I0,0W0\n1F0,1I0\n",
-        "weight of microbatch 0 runs in no tick on stage 1. Add it, or number the microbatches from 0 without a gap.",
+        "weight of microbatch 0 runs in no tick on stage 1. Add it, or number the microbatches "
+        "from 0 without a gap.",
     ),
     "another number of places": (
         "0F0,0B0,2F0,2B0\n1F0,1B0\n",

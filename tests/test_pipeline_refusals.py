@@ -362,7 +362,10 @@ def test_a_head_that_some_stages_share_is_refused():
         in_specs=(specs, P()),
         out_specs=(P(), specs),
     )
-    message = "pipeline: the head's value differs along ['b'], and is the same along the other axes of ('a', 'b')."
+    message = (
+        "pipeline: the head's value differs along ['b'], and is the same along the other axes of "
+        "('a', 'b')."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         jax.eval_shape(run, params(), batch())
 

@@ -510,15 +510,18 @@ def idle_tick(lanes):
 MESSAGES = {
     "missing": (
         broken(put("forward", 3, 1, -1)),
-        "forward of microbatch 2 runs in no tick on stage 1. Add it, or number the microbatches from 0 without a gap.",
+        "forward of microbatch 2 runs in no tick on stage 1. Add it, or number the microbatches "
+        "from 0 without a gap.",
     ),
     "missing chunk": (
         broken(put("backward", 7, 3, -1), chunks=2),
-        "backward of microbatch 0, chunk 1, runs in no tick on stage 3. Add it, or number the microbatches from 0 without a gap.",
+        "backward of microbatch 0, chunk 1, runs in no tick on stage 3. Add it, or number the "
+        "microbatches from 0 without a gap.",
     ),
     "nowhere": (
         broken(lambda lanes: lanes["backward"].__setitem__(lanes["backward"] == 3, -1)),
-        "backward of microbatch 3 runs in no tick on stage 0. Add it, or number the microbatches from 0 without a gap.",
+        "backward of microbatch 3 runs in no tick on stage 0. Add it, or number the microbatches "
+        "from 0 without a gap.",
     ),
     "doubled": (
         broken(put("forward", 5, 0, 2)),
@@ -526,8 +529,8 @@ MESSAGES = {
     ),
     "hop": (
         broken(late_start),
-        "tick 4, stage 1: forward of microbatch 3 needs its forward at the place before, which runs in tick 4. "
-        "Move it to tick 5.",
+        "tick 4, stage 1: forward of microbatch 3 needs its forward at the place before, which "
+        "runs in tick 4. Move it to tick 5.",
     ),
     "backward first": (
         broken(early_backwards),
@@ -586,8 +589,8 @@ MESSAGES = {
     ),
     "huge": (
         lambda: one_f_one_b_lockstep(512, 10**6),
-        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of more than 67,108,864 cells. "
-        "Use fewer microbatches, and add up the rest outside: "
+        "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of more than "
+        "67,108,864 cells. Use fewer microbatches, and add up the rest outside: "
         "grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
     ),
 }
@@ -704,12 +707,13 @@ FILES = {
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
-        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs its forward at the place before, which runs in tick 0. "
-        "Move it to tick 1.",
+        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs its forward at the place "
+        "before, which runs in tick 0. Move it to tick 1.",
     ),
     "nowhere": (
         "tick,stage 0\n0,0F0\n",
-        "{path}: backward of microbatch 0 runs in no tick on stage 0. Add it, or number the microbatches from 0 without a gap.",
+        "{path}: backward of microbatch 0 runs in no tick on stage 0. Add it, or number the "
+        "microbatches from 0 without a gap.",
     ),
     "no ticks": ("tick,stage 0\n", "{path}: All stages need as many places of the model; got 0."),
 }
