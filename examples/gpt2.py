@@ -21,13 +21,23 @@ import time
 
 STARTED = time.perf_counter()
 
+import importlib.util
+import os
 import signal
 from pathlib import Path
 
 import tyro
 
 from gpt2_run.settings import Settings, check
-from parallax.run import launch, lock, signals
+from parallax.run import job, lock, signals
+
+# Variables of the launchers that `jax.distributed` knows.
+LAUNCHED = {
+    "JAX_COORDINATOR_ADDRESS",
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_STEP_NODELIST",
+    "KUBERNETES_SERVICE_HOST",
+}
 
 
 def main() -> None:
@@ -39,14 +49,12 @@ def main() -> None:
     )
     try:
         check(settings)
-        job = launch.found() or launch.Job("hand")
-        if (
-            job.rank == 0 and job.launcher != launch.TPU
-        ):  # there JAX alone knows which process is rank 0
+        # In a job of several processes JAX alone knows which one is rank 0.
+        if not (LAUNCHED & os.environ.keys() or importlib.util.find_spec("libtpu")):
             claim = lock.take(settings.out)
     except (ValueError, OSError) as error:
-        launch.end(f"error: {error}\n", launch.REFUSED)
-    with signals.listening(launch.interrupted, signal.SIGINT):
+        job.end(f"error: {error}\n", job.REFUSED)
+    with signals.listening(job.interrupted, signal.SIGINT):
         from gpt2_run import train
 
         train.main(settings, claim, STARTED)

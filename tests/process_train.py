@@ -85,8 +85,9 @@ def arguments():
     parser.add_argument("--leave-at", type=int)
     parser.add_argument("--leave-by", choices=LEAVE)
     parser.add_argument(
-        "--start-up", type=float, help="seconds within which all processes must have come"
+        "--start-up", type=float, default=300.0, help="seconds within which all processes connect"
     )
+    parser.add_argument("--heartbeat", type=int, default=10)
     parser.add_argument(
         "--late",
         type=float,
@@ -238,6 +239,7 @@ def main() -> None:
         options.process,
         cpu_devices=LAYOUTS[options.layout].devices,
         initialization_timeout=options.start_up,
+        heartbeat_timeout=options.heartbeat,
     )
     processes.run(lambda: train(job, options), job)
 

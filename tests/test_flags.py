@@ -213,7 +213,7 @@ def test_what_is_proposed_for_a_wrong_flag_works(example, usual, pytestconfig, t
 
 def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     """Some of them, through the reader of the command line, and up to the first step."""
-    from parallax.run.launch import Job
+    from parallax.run.job import Job
 
     generator, reader, seen = random.Random(pytestconfig.option.seed), Usual(example.settings), 0
     while seen < 8:
@@ -221,7 +221,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
             usual, **drawn_from(generator, LAYOUTS | {"devices": [8], "model": ["tiny"]}, 0.3)
         )
         try:
-            example.plan.prepare(settings, Job("hand"))
+            example.plan.prepare(settings, Job())
             continue
         except (ValueError, OSError) as error:
             message = str(error)
@@ -231,7 +231,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
                 read = tyro.cli(
                     example.settings.Settings, args=[*line_of(each, example.settings.Settings())]
                 )
-                example.plan.prepare(read, Job("hand"))
+                example.plan.prepare(read, Job())
 
 
 @pytest.mark.parametrize(
@@ -345,9 +345,9 @@ def of_a_run(folder, step, checkpoints):
 
 
 def test_what_lies_in_the_folder_of_results_is_told_apart(example, usual, tmp_path):
-    from parallax.run.launch import Job
+    from parallax.run.job import Job
 
-    go = lambda out: example.plan.prepare(dataclasses.replace(usual, out=out), Job("hand"))
+    go = lambda out: example.plan.prepare(dataclasses.replace(usual, out=out), Job())
     killed = tmp_path / "killed"  # as it began: before its settings, and in the middle of them
     (killed / "checkpoints").mkdir(parents=True)
     for name in (".lock", ".settings.json.partial"):
@@ -372,7 +372,7 @@ def test_what_lies_in_the_folder_of_results_is_told_apart(example, usual, tmp_pa
 
 
 def test_a_damaged_settings_file_is_refused(example, usual, tmp_path):
-    from parallax.run.launch import Job
+    from parallax.run.job import Job
 
     plan = example.plan
     (tmp_path / "run").mkdir()
@@ -381,4 +381,4 @@ def test_a_damaged_settings_file_is_refused(example, usual, tmp_path):
         with pytest.raises(
             ValueError, match=r"settings\.json: needed the settings of a run, found something else"
         ):
-            plan.prepare(dataclasses.replace(usual, out=tmp_path / "run"), Job("hand"))
+            plan.prepare(dataclasses.replace(usual, out=tmp_path / "run"), Job())

@@ -81,8 +81,8 @@ def test_another_thread_changes_nothing():
 # The main thread waits in C, so no handler of Python's is called.
 STUCK = """
 import ctypes, signal
-from parallax.run import launch, signals
-with signals.listening(launch.interrupted, signal.SIGINT):
+from parallax.run import job, signals
+with signals.listening(job.interrupted, signal.SIGINT):
     print("ready", flush=True)
     ctypes.CDLL(None).pause()  # of the main thread; a signal may wake it
     ctypes.CDLL(None).sleep(100)

@@ -21,7 +21,7 @@ from gpt2_run.plan import prepare
 from gpt2_run.settings import Settings, check
 from parallax.run import lock
 from parallax.run.checkpoint import Checkpoints
-from parallax.run.launch import Job
+from parallax.run.job import Job
 from parallax.step import Info, State
 
 TEXT = "".join(chr(ord("a") + 7 * i % 26) for i in range(4000))
@@ -132,5 +132,5 @@ def run(
         mock.patch.multiple(train.report, **measured),
         lock.take(settings.out),
     ):
-        train.run(prepare(settings, Job("hand")), time.perf_counter())
+        train.run(prepare(settings, Job()), time.perf_counter())
     return began[0]

@@ -135,9 +135,8 @@ class Settings:
     watchdog: float = 600.0
     """Seconds that a step may take before the rank that holds it up is named and the
     job ends."""
-    connect: float | None = None
-    """Seconds that all processes may take to meet; by default 60 on one machine, and
-    900 on several."""
+    connect: float = 300.0
+    """Seconds within which all processes connect."""
     start_up: float = 1800.0
     """Seconds that may pass from there to the second step."""
     profile: str | None = None

@@ -28,7 +28,7 @@ from parallax import draw, step
 from parallax.compiled import certificate
 from parallax.data import prefetch
 from parallax.models import decoder, gpt2
-from parallax.run import fingerprint, launch, lock, metrics, processes
+from parallax.run import fingerprint, lock, metrics, processes
 from parallax.run.checkpoint import Checkpoints
 from parallax.run.spikes import Spiked, Spikes
 from parallax.run.watchdog import Watchdog
@@ -91,7 +91,7 @@ def begin(
     s, job = plan.settings, plan.job
     say = report.printer(job)
     watch.phase("prepare", waits=True)
-    rate, measured = report.matrix_rate(job)
+    rate, measured = report.matrix_rate()
     compute = decoder.Compute(
         axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE()
     )
@@ -194,7 +194,7 @@ def steps(session: Session, state: step.State, first: int) -> step.State:
 
 
 def loop(
-    session: Session, state: step.State, first: int, preempted: processes.Told
+    session: Session, state: step.State, first: int, preempted: processes.StopRequest
 ) -> step.State:
     """The state after the last step, or after the one at which all processes were told
     to end."""
@@ -309,8 +309,8 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
     folder as it was.
 
     Args:
-        claim: the lock on the folder, on rank 0; `None` where JAX alone knows which
-            rank that is.
+        claim: the lock on the folder, of a process alone; `None` where JAX alone knows
+            which process is rank 0.
         started: when the program began, by `time.perf_counter`.
     """
     claims = [claim] if claim else []
@@ -327,14 +327,14 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
         )
     except ValueError as error:
         free()
-        processes.end(f"error: {error}\n", launch.REFUSED)
+        processes.end(f"error: {error}\n", processes.REFUSED)
 
     def prepared() -> Plan:
         if job.rank == 0 and not claims:
             claims.append(lock.take(settings.out))
         return prepare(settings, job)
 
-    plan = processes.together(prepared, job, refused=free)
+    plan = processes.all_or_none(prepared, job, refused=free)
 
     def train() -> None:
         try:

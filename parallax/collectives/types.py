@@ -8,7 +8,8 @@ Three primitives mend that. `replicated` declares a value invariant. `terms_p` h
 of an unreduced value. `linear` pairs a linear function with its transpose, as
 `jax.custom_derivatives.linear_call` does, and has a batching rule too.
 
-This is the only file that touches types which JAX does not document.
+This is the only file that touches what JAX does not document: types, and the state of
+`jax.distributed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import distributed
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
@@ -363,3 +365,19 @@ def _states_along(x, axis_name: AxisName) -> dict[str, str]:
 
 def _describe(states: dict[str, str]) -> str:
     return " and ".join(f"{state} along {axis!r}" for axis, state in states.items())
+
+
+def coordination_client() -> Any:
+    """Returns the client of JAX's coordination service, whose key-value store all processes share.
+
+    It is `None` before `jax.distributed.initialize`. JAX has no public name for it.
+    """
+    return distributed.global_state.client
+
+
+def rank_and_processes() -> tuple[int, int]:
+    """Returns this process's rank and the number of processes, and makes no devices.
+
+    `jax.process_index` makes them, after which the number of virtual CPU devices is fixed.
+    """
+    return distributed.global_state.process_id, distributed.global_state.num_processes

@@ -1,6 +1,6 @@
 """Runs that outlive what goes wrong: many processes as one job, a lock on the folder, checkpoints,
 copies compared, a watchdog, and what a loop measures. Each module is imported when it is first
-asked for: `launch` and `lock` work before JAX is imported.
+asked for: `job` and `lock` work before JAX is imported.
 """
 
 from importlib import import_module
@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from parallax.run import (
         checkpoint,
         fingerprint,
-        handshake,
-        launch,
+        job,
         lock,
         metrics,
         peers,
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "checkpoint",
     "fingerprint",
-    "handshake",
-    "launch",
+    "job",
     "lock",
     "metrics",
     "peers",

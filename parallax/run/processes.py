@@ -1,38 +1,39 @@
-"""Many processes as one job, which ends as one: what started them is found out, a failure ends all,
-a preemption saves all.
+"""Many processes as one job: a failure in one ends all of them, and a preemption saves all.
 
-There is no launcher here. `srun`, `mpirun`, a Kubernetes JobSet or Cloud TPU starts the same
-program on every machine; `initialize` reads their variables and connects the processes. With JAX's
-defaults one process that raises leaves the others waiting for minutes; `run` ends the job at once.
-SIGTERM is swallowed by JAX's preemption service; `preemption` polls it, so that all processes stop
-at one step.
+There is no launcher here. `srun`, `mpirun`, Kubernetes or Cloud TPU starts the same program on
+every machine; `jax.distributed` reads their variables and connects the processes. With JAX's
+defaults a process that raises leaves the others waiting for minutes; `run` ends the job at once.
+JAX's preemption service swallows SIGTERM; `preemption` polls it, so that all processes stop at one
+step.
 
     job = processes.initialize()
     processes.run(lambda: train(job), job)
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import signal
+import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from parallax.collectives import types
 from parallax.run import lock, signals
-from parallax.run.launch import REFUSED, TOKEN, TPU, Job, end, found, interrupted, told
-from parallax.run.peers import GRACE, Peers, age
+from parallax.run.job import FAILED, REFUSED, Job, end, interrupted
+from parallax.run.peers import Peers
 
 Result = TypeVar("Result")
-ONE_MACHINE, CLUSTER = 60.0, 900.0  # seconds within which all processes come
+NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables, where JAX knows no launcher
+ALONE = "coordinator_address should be defined"  # JAX's words where it finds no launcher
+SPARE = 60  # seconds that JAX's own limit of the start has more: it would end without a sentence
 
 
 def initialize(
@@ -41,162 +42,189 @@ def initialize(
     rank: int | None = None,
     *,
     cpu_devices: int | None = None,
-    initialization_timeout: float | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    initialization_timeout: float = 300.0,
     heartbeat_timeout: int = 60,
-    shutdown_timeout: int = 120,
-    environment: Mapping[str, str] = os.environ,
     say: Callable[[str], Any] = print,
 ) -> Job:
-    """Connect the processes of a job, and no others, once, before any device is used; says on rank
-    0 what it found.
+    """Connects the processes of a job, once, before any device is used.
 
-    With `coordinator`, `processes` and `rank` it does as it is told, and `coordinator` alone
-    overrides what was found. Otherwise the variables of the launcher decide, in this order: mpirun
-    (Open MPI 4 and 5), mpirun of MPICH and Intel MPI, srun, a Kubernetes JobSet (or any Indexed
-    Job), Cloud TPU; without any, this is a process alone, and nothing is connected.
-
-    Rank 0 listens at the coordinator's address, where others show that they know the job's secret
-    (`run.handshake`): what its launcher gives to all its processes, and the variable
-    PARALLAX_JOB_TOKEN, where it is set. Only then are they told where JAX's coordinator is, at a
-    port that is free. On one machine both listen where no other machine reaches them. A port that
-    is taken ends rank 0 with a line, and code 2. On Cloud TPU, JAX connects the processes alone.
+    `jax.distributed.initialize` finds out who started the process: Slurm, Open MPI, Kubernetes or
+    Cloud TPU. For other launchers pass the three arguments, or set JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID; `coordinator` alone replaces the address that was found.
+    A process that no launcher started is a job alone, and connects to nothing.
 
     Args:
+        coordinator: `host:port` at which JAX's coordination service of rank 0 listens; on
+            `localhost`, at that address alone.
         cpu_devices: virtual CPU devices of the whole job; each process makes its share. Other
-            platforms take no notice.
-        initialization_timeout: seconds within which all processes must have come; by default 60 on
-            one machine, 900 on several. After them each one that has ends, and names those that
-            have not. The seconds count from the start of the process, since slow imports keep the
-            others waiting too; where this call comes late, half of them remain.
-        heartbeat_timeout: seconds after which a process that is silent (its machine is gone, or
-            frozen) ends the job.
-        shutdown_timeout: seconds that processes wait for each other at the end.
+            platforms ignore it.
+        local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
+            Open MPI the default is one for each process, its local rank.
+        initialization_timeout: seconds within which all processes connect. After them each process
+            that waits ends, with a sentence.
+        heartbeat_timeout: seconds without a heartbeat after which JAX ends the job.
 
     Raises:
-        ValueError: only some of the three are given, the launcher's variables do not suffice, or
-            the processes do not divide `cpu_devices`.
+        ValueError: some of the three arguments are missing, JAX needs more than the launcher's
+            variables say, or `cpu_devices` does not divide by the processes.
     """
-    job = (
-        told(coordinator, processes, rank, environment.get(TOKEN, ""))
-        or found(environment, coordinator)
-        or Job("hand")
-    )
+    coordinator, processes, rank = _told(coordinator, processes, rank)
+    connected = True
+    try:
+        with _start_limit(initialization_timeout):
+            jax.distributed.initialize(
+                coordinator,
+                processes,
+                rank,
+                local_device_ids,
+                initialization_timeout=math.ceil(initialization_timeout) + SPARE,
+                heartbeat_timeout_seconds=heartbeat_timeout,
+                coordinator_bind_address=coordinator if _is_local(coordinator) else None,
+            )
+    except ValueError as error:
+        # JAX's words where nothing says that there are other processes.
+        if coordinator or rank is not None or ALONE not in str(error):
+            raise
+        connected = False
+    job = Job(*types.rank_and_processes()) if connected else Job()
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            near = max(job.processes, cpu_devices // job.processes * job.processes)
+            jax.distributed.shutdown()
+            divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
                 f"initialize: cpu_devices={cpu_devices} must divide by the {job.processes} "
-                f"processes. Take {near} devices."
+                f"processes. Use {divisible} devices."
             )
         jax.config.update("jax_num_cpu_devices", cpu_devices // job.processes)
-    limit = initialization_timeout or (ONE_MACHINE if job.on_one_machine else CLUSTER)
-    timeouts: dict[str, Any] = {
-        "initialization_timeout": math.ceil(limit),
-        "heartbeat_timeout_seconds": heartbeat_timeout,
-        "shutdown_timeout_seconds": shutdown_timeout,
-    }
     if job.processes > 1:
-        devices = _own_gpus(job, environment)
-        peers = Peers(job, limit, min(age(), limit / 2))
-        job = dataclasses.replace(job, peers=peers)
-        began = time.monotonic()
-        address = peers.coordinator()
-        bound = {"coordinator_bind_address": address} if job.on_one_machine else {}
-        try:
-            jax.distributed.initialize(
-                address, job.processes, job.rank, devices, **bound, **timeouts
-            )
-        except RuntimeError:  # of JAX, which names nobody
-            if time.monotonic() < began + 0.9 * limit:
-                raise
-            peers.end_late()
-        peers.met()
-    elif job.launcher == TPU:
-        jax.distributed.initialize(**timeouts)
-        job = dataclasses.replace(job, rank=jax.process_index(), processes=jax.process_count())
+        peers = Peers(job, types.coordination_client(), initialization_timeout)
+        job = Job(job.rank, job.processes, peers)
     if job.rank == 0:
         say(str(job))
     return job
 
 
-def _own_gpus(job: Job, environment: Mapping[str, str]) -> list[int] | None:
-    """This process's share of the machine's GPUs, where several processes see the same ones; `None`
-    is all that it sees."""
-    if job.local_rank is None or job.local_processes in (None, 1):
-        return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES"))
-    if visible is None:
-        return [job.local_rank]
-    each = len(visible.split(",")) // job.local_processes
-    return (
-        list(range(job.local_rank * each, (job.local_rank + 1) * each)) or None
-    )  # none: the launcher has shared them out
+def _told(
+    coordinator: str | None, processes: int | None, rank: int | None
+) -> tuple[str | None, int | None, int | None]:
+    """The three arguments, or the three variables. Refuses some of them without the others."""
+    if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
+        processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
+        coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if (processes, rank) != (None, None) and None in (coordinator, processes, rank):
+        raise ValueError(
+            "initialize needs coordinator, processes and rank together; got "
+            f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Give all three, or "
+            "none where a launcher starts the processes."
+        )
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise ValueError(
+            f'initialize needs a coordinator "host:port", with a port that is free on rank 0; got '
+            f"{coordinator!r}."
+        )
+    return coordinator, processes, rank
+
+
+def _is_local(coordinator: str | None) -> bool:
+    """Whether other machines cannot reach the coordinator's address."""
+    host = (coordinator or "").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+@contextlib.contextmanager
+def _start_limit(seconds: float) -> Iterator[None]:
+    """Ends the process with a sentence where the body takes more than `seconds`."""
+    timer = threading.Timer(
+        seconds,
+        end,
+        [
+            f"{socket.gethostname()} (process {os.getpid()}): the processes did not all connect "
+            f"within the {seconds:g} s allowed (initialization_timeout). One did not start, or "
+            "was killed. The job ends.\n"
+        ],
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # How it ends
 
 
 def run(main: Callable[[], Any], job: Job) -> None:
-    """Call `main`, and end this process: with code 0 when it returns, and at once with another when
-    it raises.
+    """Calls `main`, and ends this process: with code 0 when it returns, with another if it raises.
 
-    The traceback is printed once, and no exit handler, barrier or thread is waited for, since each
-    might wait for a process that is gone: the other ranks lose their connection within
-    milliseconds, or are ended by their launcher. A rank that fails because a peer is gone waits
-    `GRACE` seconds before it says so: a launcher has ended it then, and the first to fail has the
-    last word. `SystemExit` ends the process with its code and message; a folder that another run
-    holds is told in a line.
+    The traceback is printed once, and no exit handler, barrier or thread is waited for, because
+    each might wait for a process that is gone. The other processes read within two seconds that
+    this one raised, and end. A process that fails because another one is gone waits
+    `peers.GRACE` seconds and names that one. `SystemExit` ends the process with its code and
+    message. A folder that another run holds gives one line.
     """
-    hear = Told(several=True).hear if jax.distributed.is_initialized() else interrupted
+    several = jax.distributed.is_initialized()
+    hear = StopRequest(several).hear if several else interrupted
+    numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
     try:
-        with signals.listening(
-            hear, signal.SIGINT, *([signal.SIGHUP] if jax.distributed.is_initialized() else [])
-        ):
+        with signals.listening(hear, *numbers):
             main()
     except lock.Held as held:
-        end(f"error: {held}\n", REFUSED)
+        _fail(job, f"error: {held}\n", "found the folder in use", REFUSED)
     except SystemExit as ending:
-        if ending.code:
-            end("", ending.code) if isinstance(ending.code, int) else end(f"{ending.code}\n")
+        if isinstance(ending.code, int) and ending.code:
+            _fail(job, "", f"ended with code {ending.code}", ending.code)
+        elif ending.code:
+            _fail(job, f"{ending.code}\n", "ended early")
     except BaseException as error:
-        if job.processes > 1 and of_peers(error):
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL
-            )  # the launcher's, which JAX's preemption service would swallow
-            time.sleep(GRACE)
-            named = f": {job.peers.fault()}" if job.peers and job.peers.fault() else ""
-            end(
-                f"{job.who} lost the other processes, or its devices "
-                f"failed{named}:\n{traceback.format_exc()}"
-            )
-        end(traceback.format_exc())
+        text = traceback.format_exc()
+        if job.peers and of_peers(error):
+            # The launcher's SIGTERM, which JAX's preemption service would swallow.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            culprit = job.peers.culprit() or "no process is known to be gone"
+            text = f"{job.who} lost the other processes, or its devices failed: {culprit}\n{text}"
+        _fail(job, text, f"raised {type(error).__name__}")
+    _shut_down(job)
+    sys.exit(0)
+
+
+def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
+    """Prints `message`, tells the other processes `why`, and ends this one."""
+    with contextlib.suppress(OSError):
+        os.write(2, message.encode(errors="replace"))
+    if job.peers:
+        job.peers.tell(why)
+    end("", code)
+
+
+def _shut_down(job: Job) -> None:
+    """Waits until all processes have come this far, and disconnects."""
     if job.peers:
         job.peers.leave()
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
     if job.peers:
         job.peers.close()
-    sys.exit(0)
 
 
 def of_peers(error: BaseException) -> bool:
-    """Whether an error may come from another process: of the runtime, or of what waits for others
-    by it."""
+    """Returns whether another process may have caused an error: it is JAX's runtime error, or its
+    cause is."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
         cause = cause.__cause__
     return cause is not None
 
 
-def together(
+def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """`prepare()`, on all ranks or on none: where one refuses its arguments, all end, with code 2
-    and that one line of error.
+    """Returns `prepare()` on all ranks, or ends all of them where it fails on one.
 
     For what comes before the work: a wrong flag that every rank finds, or a file that is missing on
-    one machine alone. Every rank calls it. `ValueError`, `OSError` and `ImportError` are told, by
-    the lowest rank that met one; the rest is raised.
+    one machine alone. Every rank calls it. The lowest rank that met a `ValueError`, an `OSError` or
+    an `ImportError` prints it in one line, and all end with code 2. Other errors are raised.
 
     Args:
         refused: called on every rank before it ends, to undo what was done for the job, such as a
@@ -213,19 +241,14 @@ def together(
     refused()
     if job.rank == ranks[0]:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    if job.peers:
-        job.peers.leave()
-    if job.processes > 1:
-        # all have come this far: a launcher ends the others as soon as one is gone
-        jax.distributed.shutdown()
-    if job.peers:
-        job.peers.close()
+    # A launcher ends the others as soon as one is gone, so all come this far first.
+    _shut_down(job)
     end("", REFUSED)
 
 
-class Told:
-    """Whether the job was told to end: a function of the step, which says yes at the same step on
-    all processes.
+class StopRequest:
+    """Whether a signal asked the job to end: a function of the step, with the same answer on all
+    processes.
 
     Attributes:
         by: the name of the signal.
@@ -265,7 +288,7 @@ class Told:
 
 
 @contextlib.contextmanager
-def preemption() -> Iterator[Told]:
+def preemption() -> Iterator[StopRequest]:
     """A function of the step: whether SIGTERM, Ctrl-C or SIGHUP has come, to any process. It says
     yes at one step on all of them.
 
@@ -280,7 +303,7 @@ def preemption() -> Iterator[Told]:
     `initialize` on). A second Ctrl-C ends the process at once.
     """
     several = jax.distributed.is_initialized()
-    asked = Told(several)
+    asked = StopRequest(several)
     numbers = [number for number in signals.TO_END if not (several and number == signal.SIGTERM)]
     with signals.listening(asked.hear, *numbers):
         yield asked

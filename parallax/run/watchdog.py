@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 
-from parallax.run import processes
+from parallax.run import signals
+from parallax.run.job import Job, end
+from parallax.run.peers import GRACE
 
-LAST_RESORT = 2 * processes.GRACE  # seconds after the limit
+LAST_RESORT = 2 * GRACE + 0.5  # seconds after the limit, when `culprit` has answered
 YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
@@ -31,9 +33,10 @@ class Watchdog:
     the whole start.
 
     Every rank watches itself. In a phase that `waits` for the others (all that communicates) it is
-    likely a victim, and says so only `processes.GRACE` seconds later: the rank that never came
+    likely a victim, and says so only `peers.GRACE` seconds later: the rank that holds up the others
     speaks first, with the stacks of its threads, and ends the job. Where that one cannot speak,
-    being stopped, gone or held by Python's lock, the others name it, as `peers` knows it.
+    because it is stopped, is gone or holds Python's lock, the others name it, by
+    `Peers.culprit`.
 
     Args:
         job: what `processes.initialize` found.
@@ -45,7 +48,7 @@ class Watchdog:
         ValueError: `seconds` is not above 0.
     """
 
-    def __init__(self, job: processes.Job, *, seconds: float, first: float | None = None):
+    def __init__(self, job: Job, *, seconds: float, first: float | None = None):
         if seconds <= 0:
             raise ValueError(f"Watchdog needs seconds above 0; got {seconds}.")
         self.job = job
@@ -99,24 +102,30 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            limit = self._limit + processes.GRACE * self._waits
-            left = self._step_began + limit - time.monotonic()
-            if left <= 0:
+            while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
+                if self._left.wait(min(seconds_left, 0.5)):
+                    return
+            waits, began, phase = self._waits, self._step_began, self._phase
+            # A process that waits is a likely victim: it speaks later, and names the culprit.
+            culprit = self._culprit() if waits else ""
+            if self._step_began == began:
                 break
-            if self._left.wait(min(left, 0.5)):
-                return
-        now = time.monotonic()
-        doing = "waits for the other ranks" if self._waits else "holds up the job"
-        named = ""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback()
-        if self.job.peers and self._waits:
-            named = self.job.peers.fault()
-        processes.end(
-            (f"at fault: {named}\n" if named else "")
+        doing = "waits for the other ranks" if waits else "holds up the job"
+        now = time.monotonic()
+        signals.say(
+            (f"at fault: {culprit}\n" if culprit else "")
             + f"watchdog: {self.job.who} {doing}: {self._where}, which has taken "
-            f"{now - self._step_began:.1f} s of the "
-            f"{limit - processes.GRACE * self._waits:g} s allowed, "
-            f"{now - self._phase_began:.1f} s of them in phase "
-            f"{self._phase!r}. The job ends.\n"
+            f"{now - began:.1f} s of the {self._limit:g} s allowed, "
+            f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
+        if self.job.peers and not waits:
+            self.job.peers.tell(f"held up the job {self._where}, in phase {phase!r}")
+        end("")
+
+    def _culprit(self) -> str:
+        if self.job.peers:
+            return self.job.peers.culprit()
+        time.sleep(GRACE)
+        return ""

@@ -107,7 +107,7 @@ def loaded(*names):
     return [name for name in names if within(name)]
 import parallax
 assert not loaded("jax", "parallax.mesh"), loaded("jax", "parallax.mesh")
-from parallax.run import launch, lock
+from parallax.run import job, lock, signals
 assert not loaded("jax", "numpy"), "run.lock"
 import parallax.collectives
 assert not loaded("equinox", "optax", "parallax.mesh"), "collectives"

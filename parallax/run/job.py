@@ -1,0 +1,55 @@
+"""One process of a job, and how it ends. JAX is not imported here."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+FAILED = 1  # the exit code of a process that raised, lost its peers, or hung
+REFUSED = 2  # the exit code of a process that was started wrongly, and has changed nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process of a job, as `processes.initialize` returns it.
+
+    Args:
+        rank: of this process, from 0.
+        processes: the number of processes.
+        peers: the other processes, a `peers.Peers`; `None` for a process alone.
+    """
+
+    rank: int = 0
+    processes: int = 1
+    peers: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __str__(self):
+        return "1 process" if self.processes == 1 else f"{self.processes} processes"
+
+    @property
+    def who(self) -> str:
+        """The words for this process, as in `rank 1 on node7 (process 77)`."""
+        return f"rank {self.rank} on {socket.gethostname()} (process {os.getpid()})"
+
+
+def end(message: str, code: int = FAILED) -> NoReturn:
+    """Prints `message` and ends the process at once, with no exit handler.
+
+    One write keeps the lines of several processes apart.
+    """
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, message.encode(errors="replace"))
+    os._exit(code)
+
+
+def interrupted(number: signal.Signals, count: int) -> NoReturn:
+    """Ends the process at once. `signals.listening` calls it where there is nothing to save."""
+    end(
+        f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
+        128 + number,
+    )
