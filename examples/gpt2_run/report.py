@@ -109,7 +109,7 @@ def copies(state: step.State, every: int) -> str:
 
 
 def machines() -> int:
-    """The number of machines of the job, by the names of their hosts; all processes call it."""
+    """The number of machines of the job. All processes call it."""
     name = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return np.unique(multihost_utils.process_allgather(name)).size
 
