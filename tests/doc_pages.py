@@ -27,21 +27,21 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
-    previous: str = (
-        ""  # the language of the block that ends two lines before this one's fence, or less
-    )
+    previous: str = ""  # the language of the block right before, which may be folded
 
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, those inside lists and notes too."""
     found: list[Block] = []
-    ended = -9
+    end = 0
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE):
         line = text[: match.start(3)].count("\n")
         body = re.sub(rf"^{match[1]}", "", match[3], flags=re.MULTILINE)
-        found.append(Block(match[2], body, line, found[-1].language if line - ended <= 3 else ""))
-        ended = line + match[3].count("\n")
+        between = text[end : match.start()].strip()
+        follows = found and between in ("", "</details>")
+        found.append(Block(match[2], body, line, found[-1].language if follows else ""))
+        end = match.end()
     return found
 
 

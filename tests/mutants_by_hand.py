@@ -1444,8 +1444,8 @@ TOLD = (
     ),
     Mutant(
         "_flags",
-        "{**written, **own}",
-        "own",
+        "{**written, **fields}",
+        "fields",
         "test_main.py::test_what_is_proposed_for_a_wrong_layout_works",
     ),
     Mutant(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mutant import Definition, Mutant, definitions, place, span
 
-LEFT_OUT = re.compile(r"parallax/(draw/|__main__)")
+LEFT_OUT = re.compile(r"parallax/(draw/|commands/|__main__)")
 AXES = {"data": "tensor", "stage": "data", "tensor": "stage"}
 SWAPPED = {
     ast.Add: ("+", "-", "+ and -"),

@@ -73,7 +73,7 @@ def test_what_the_readme_shows_is_so():
 
 @pytest.mark.programs
 def test_pictures_are_those_that_the_script_draws(tmp_path):
-    command = [sys.executable, str(ROOT / "docs" / "pictures.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "pictures.py"), str(tmp_path)]
     subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

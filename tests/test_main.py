@@ -12,7 +12,8 @@ import pytest
 
 import parallax
 from parallax import hardware
-from parallax.__main__ import HARDWARE, layout_of, main, model, parser
+from parallax.__main__ import main, parser
+from parallax.commands.options import HARDWARE, layout_of, model
 
 
 @pytest.mark.sweep(2)

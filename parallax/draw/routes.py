@@ -1,6 +1,9 @@
 """A collective's table round by round: the blocks that a device sends, how far, and those it holds."""
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from parallax.collectives import Route
 from parallax.draw import canvas
@@ -13,9 +16,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     further on. The numbers after a block list the devices summed into it, by how far they lie behind
     its owner. For a gather, read the rounds backwards.
 
-    With a `path`, also draws the offsets from left to right and the rounds from top to bottom there:
-    a dot for each block that a device holds, with the number of devices summed into it, and a line
-    for each block that moves.
+    With a `path`, also draws the devices in a circle there, once for each round, with an arrow for
+    each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
 
     Args:
         table: a route, or several that run side by side.
@@ -73,22 +75,48 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    n, rounds = tables[0].n, max(len(table.rounds) for table in tables)
-    figure = canvas.figure(len(tables) * (0.45 * n + 1.0), 0.55 * rounds + 1.3)
-    panels = figure.subplots(1, len(tables), squeeze=False)[0]
-    for panel, table in zip(panels, tables, strict=True):
-        for r, blocks in enumerate(_blocks(table)):
-            for offset, terms in blocks.items():
-                shade = canvas.COLOURS[2] if offset == 0 else canvas.COLOURS[5]
-                panel.plot([offset], [r], "o", markersize=13, color=shade)
-                canvas.label(panel, offset, r, str(len(terms)), color=canvas.ink(shade))
-        for r, messages in enumerate(table.rounds):
-            for k, before, after in _moves(table, r):
-                shade = canvas.colour(k, len(messages))
-                panel.plot([before, after], [r, r + 1], linewidth=1.4, color=shade, zorder=0)
-        panel.set(xlim=(-0.6, n - 0.4), ylim=(rounds + 0.5, -0.5), xticks=range(n))
-        panel.set_yticks([r + 0.5 for r in range(rounds)], [f"round {r}" for r in range(rounds)])
-        panel.set_xlabel("a block's distance to its own device")
-        panel.tick_params(length=0)
+    circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
+    columns = min(len(circles), 4)
+    rows = math.ceil(len(circles) / columns)
+    side = max(2.2, 0.2 * tables[0].n)
+    figure = canvas.figure(columns * side, rows * (side + 0.3))
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in panels:
+        panel.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), xticks=[], yticks=[], aspect="equal")
         canvas.bare(panel)
+    for panel, (table, rounds) in zip(panels, circles, strict=False):
+        _circle(panel, table, rounds)
     canvas.save(figure, path)
+
+
+def _equal_rounds(table: Route) -> Iterator[list[int]]:
+    """Consecutive rounds with messages of the same steps; rounds without a message are left out."""
+    busy = [r for r, sends in enumerate(table.rounds) if sends]
+    for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
+        yield list(rounds)
+
+
+def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
+    """Draw the devices and the messages of the first of some rounds, which have equal messages."""
+    angles = [2 * math.pi * device / table.n for device in range(table.n)]
+    places = [(math.sin(angle), math.cos(angle)) for angle in angles]
+    sends = table.rounds[rounds[0]]
+    for k, step in enumerate(sends):
+        shade = canvas.colour(k, len(sends))
+        for source, target in table.pairs(step):
+            # A message between opposite devices goes both ways: arcs keep the two arrows apart.
+            style = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.2", "color": shade}
+            style |= {"shrinkA": 10, "shrinkB": 10, "alpha": 0.4 if source else 1.0}
+            panel.annotate("", places[target], places[source], arrowprops=style)
+    for device, (x, y) in enumerate(places):
+        panel.plot([x], [y], "o", markersize=16, color=canvas.COLOURS[5])
+        canvas.label(panel, x, y, str(device))
+    panel.set_title(_title(table, rounds), size=9)
+
+
+def _title(table: Route, rounds: Sequence[int]) -> str:
+    first, last = rounds[0], rounds[-1]
+    blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}
+    count = "-".join(str(bound) for bound in sorted({min(blocks), max(blocks)}))
+    which = f"round {first}" if first == last else f"rounds {first} to {last}"
+    return f"{which}: {count} block{'' if count == '1' else 's'} each"

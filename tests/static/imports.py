@@ -39,7 +39,7 @@ ORDER = (
         "cross_entropy",
     ),
     *("split_backward", "pipeline", "step", "islands", "validate", "layout", "models"),
-    *("compiled", "plan", "data", "run", "lint", "bisect", "draw", "__main__"),
+    *("compiled", "plan", "data", "run", "lint", "bisect", "draw", "commands", "__main__"),
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from doc_pages import PAGES, ROOT, blocks
 
 FOLDER = ROOT / "docs" / "notebooks"
-MAKER = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
+MAKER = runpy.run_path(str(ROOT / "tools" / "notebooks.py"))
 LESSONS = MAKER["LESSONS"]
 
 
@@ -21,7 +21,7 @@ def read(lesson: str) -> dict:
 def check_the_core_has_lessons() -> Iterator[str]:
     """And each has a notebook."""
     if set(LESSONS) != {"why-a-ring", "tensor", "pipeline", "zero", "context"}:
-        yield f"docs/notebooks.py has the lessons {sorted(LESSONS)}"
+        yield f"tools/notebooks.py has the lessons {sorted(LESSONS)}"
     if odd := set(LESSONS) ^ {path.stem for path in FOLDER.iterdir()}:
         yield f"lessons without a notebook, or notebooks without a lesson: {sorted(odd)}"
 
@@ -33,11 +33,15 @@ def check_a_notebook_is_its_page() -> Iterator[str]:
         page = ROOT / "docs" / f"{lesson}.md"
         text = (FOLDER / f"{lesson}.ipynb").read_text(encoding="utf-8")
         if text != MAKER["of_page"](page):
-            yield f"{lesson}.ipynb is not its page: python docs/notebooks.py writes it"
+            yield f"{lesson}.ipynb is not its page: python tools/notebooks.py writes it"
         if page not in PAGES:
             yield f"{page.name} has no program, so no test runs it"
         found = blocks(page)
         code = [cell for cell in read(lesson)["cells"] if cell["cell_type"] == "code"]
+        shows = [cell for cell in code if cell["source"][0].startswith(MAKER["SHOW"])]
+        if not shows:
+            yield f"{lesson}.ipynb shows no picture that its code draws"
+        code = [cell for cell in code if cell not in shows]
         programs = ["".join(cell["source"]) + "\n" for cell in code]
         if programs != [block.text for block in found if block.language == "python"]:
             yield f"{lesson}.ipynb has other programs than {page.name}"
@@ -51,7 +55,7 @@ def check_a_notebook_is_its_page() -> Iterator[str]:
 
 
 def check_a_lesson_has_a_picture_and_its_links_lead_somewhere() -> Iterator[str]:
-    """The pictures are those of docs/pictures.py, and each page links to its notebook."""
+    """The pictures are those of tools/pictures.py, and each page links to its notebook."""
     for lesson in LESSONS:
         page = (ROOT / "docs" / f"{lesson}.md").read_text(encoding="utf-8")
         if f"](notebooks/{lesson}.ipynb)" not in page:

@@ -111,6 +111,19 @@ def check_messages_that_no_line_raises_stand_in_the_source() -> Iterator[str]:
                 )
 
 
+def check_sections_of_errors_have_the_words_of_their_message() -> Iterator[str]:
+    """So that a reader finds a message by its first words; `...` stands for what differs."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^### (.*)\n((?:(?!##).*\n)*)", page, re.MULTILINE)
+    for title, text in sections:
+        shown_words = " ".join(
+            "".join(re.findall(r"^```(?:text|console)\n(.*?)^```", text, re.M | re.S)).split()
+        )
+        for piece in filter(None, map(str.strip, title.split("..."))) if shown_words else ():
+            if piece.strip(" ,;:.") not in shown_words.replace("`", ""):
+                yield f"errors.md: no message under {title!r} has the words {piece!r}"
+
+
 def texts(tree: ast.AST) -> str:
     """All strings of a module; a f-string with a space for what it fills in."""
     joined = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
@@ -154,6 +167,15 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+def check_lines_of_code_fit_the_column() -> Iterator[str]:
+    """At most 88 characters, which a page has at 1,280 pixels, but for what a command prints."""
+    for page in [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for block in blocks(page):
+            for number, line in enumerate(block.text.splitlines(), start=block.line + 1):
+                if len(line) > 88 and block.language != "console":
+                    yield f"{shown(page)}:{number} has {len(line)} characters of code; needed 88"
+
+
 def check_every_page_is_in_the_navigation() -> Iterator[str]:
     """Of the site."""
     settings = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
@@ -169,6 +191,7 @@ def check_every_module_is_in_the_api() -> Iterator[str]:
     )
     on_pages = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     inner = {
+        "commands": set(),
         "optimizers": {"wrappers", "elementwise"},
         "lint": {"live_arrays", "finding", "programs", "rule_sets"},
     }

@@ -1,4 +1,4 @@
-"""Draws sentences from docstrings and pages, for a reader who judges each by itself: python docs/sentences.py --seed 1."""
+"""Draws sentences from docstrings and pages, for a reader who judges each by itself: python tools/sentences.py --seed 1."""
 
 import argparse
 import ast

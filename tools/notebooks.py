@@ -1,4 +1,4 @@
-"""Makes a notebook of each lesson's page, in docs/notebooks: python docs/notebooks.py [FOLDER]."""
+"""Makes a notebook of each lesson's page, in docs/notebooks: python tools/notebooks.py [FOLDER]."""
 
 import json
 import re
@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 LESSONS = ("why-a-ring", "tensor", "pipeline", "zero", "context")
 LINK = "[This page as a notebook](notebooks/{lesson}.ipynb).\n"
 ORIGIN = 'Made from [the page]({lesson}.md) of the documentation. It runs where `pip install -e ".[examples]"` was run in a clone.\n'
+PICTURE = re.compile(r"draw\.\w+\(.*\"(\w+\.svg)\"\)")
+SHOW = "from IPython.display import SVG"  # the first line of a cell that shows a picture
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
@@ -45,6 +47,7 @@ def of_page(page: Path) -> str:
             prose += before + match[0]
         end = match.end()
     cells.append(written(prose + text[end:]))
+    cells = [cell for written_cell in cells for cell in (written_cell, *pictures_of(written_cell))]
     cells = [cell for cell in cells if cell["source"]]
     kept = [{"id": f"cell-{number}", **cell} for number, cell in enumerate(cells, 1)]
     notebook = {"cells": kept, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
@@ -61,6 +64,12 @@ def written(text: str) -> dict[str, Any]:
     """A cell of prose. Its links lead where the page's do, from a folder further down."""
     moved = re.sub(r"(\]\()(?!\w+:|#)", r"\1../", text.strip("\n"))
     return {"cell_type": "markdown", "metadata": {}, "source": moved.splitlines(keepends=True)}
+
+
+def pictures_of(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells that show the pictures which a cell of code writes."""
+    names = PICTURE.findall("".join(cell["source"])) if cell["cell_type"] == "code" else []
+    return [program(f'{SHOW}\n\nSVG("{name}")') for name in names]
 
 
 def program(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws the pictures of the pages: python docs/pictures.py [FOLDER], by default docs/pictures."""
+"""Draws the pictures of the pages: python tools/pictures.py [FOLDER], by default docs/pictures."""
 
 import sys
 from collections.abc import Sequence
@@ -56,6 +56,16 @@ def planned(**layout: int) -> plan.Plan:
     return plan.plan(gpt2.SMALL, parallel, hardware.A100, batch=16, axes=axes)
 
 
+def training_state(zero: int, devices: int) -> dict[str, float]:
+    """The bytes of GPT-2 small on a device, with AdamW in float32, without activations."""
+    size = 4 * gpt2.SMALL.parameters
+    return {
+        "parameters": size / (devices if zero == 3 else 1),
+        "gradients": size / (devices if zero >= 2 else 1),
+        "optimizer state": 2 * size / (devices if zero >= 1 else 1),
+    }
+
+
 def by_purpose(traffic: Sequence[Any]) -> dict[str, int]:
     """The bytes that a device sends in a step over `data`, by their purpose, without small ones."""
     sent: dict[str, int] = {}
@@ -84,7 +94,11 @@ def split_matrices(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures"
+    folder = (
+        Path(sys.argv[1])
+        if len(sys.argv) > 1
+        else Path(__file__).resolve().parent.parent / "docs" / "pictures"
+    )
     for name, table in PICTURES.items():
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
         draw.timeline(table, folder / name, **costs)
@@ -100,7 +114,7 @@ if __name__ == "__main__":
     print(f"mesh.svg: {draw.mesh(devices, folder / 'mesh.svg').splitlines()[0]}")
     split_matrices(folder / "tensor_split.svg")
     plans = {name: planned(data=8, zero=zero, microbatches=2) for name, zero in STAGES.items()}
-    held = {name: each.memory.at_peak for name, each in plans.items()}
+    held = {name: training_state(zero, devices=8) for name, zero in STAGES.items()}
     print(f"zero.svg: {draw.bytes_by_kind(held, folder / 'zero.svg').splitlines()[-1]}")
     sent = {name: by_purpose(each.traffic) for name, each in plans.items()}
     table = draw.bytes_by_kind(sent, folder / "zero_sent.svg", counted="sent in a step")

@@ -1,0 +1,1 @@
+"""The commands of the command line: each file adds its options to the parser and runs."""

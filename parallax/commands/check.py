@@ -1,0 +1,133 @@
+"""`parallax compare` and `parallax bisect`: check a split step on virtual CPU devices."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from parallax.commands.options import add_command, layout_of, model, use_cpus
+
+
+def add_checks(commands: Any) -> None:
+    """Add both commands and their options."""
+    add_command(
+        commands,
+        "compare",
+        compare,
+        "Compare the predictions with a program compiled for virtual CPU devices.",
+        model="tiny",
+    )
+    command = add_command(
+        commands,
+        "bisect",
+        first_difference,
+        "Find the first value of a split step that differs from one device.",
+        model="tiny",
+    )
+    command.add_argument(
+        "--record",
+        metavar="FILE",
+        help="compare with this record of an earlier --save, not with one device",
+    )
+    command.add_argument(
+        "--save", metavar="FILE", help="write a record of the split run to this file"
+    )
+
+
+def compare(options: argparse.Namespace) -> str:
+    """Return the predictions beside the compiled step.
+
+    Raises:
+        ValueError: the layout does not fit, or the model is no GPT-2.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from parallax import hardware, mesh
+    from parallax import plan as plans
+    from parallax.models import decoder
+
+    chosen = model(options)
+    if options.model.startswith("llama"):
+        raise ValueError(
+            f"compare knows the formulas of GPT-2 models; got --model {options.model}. "
+            "Use --model tiny, or `plan --layout`, which traces the step of any model."
+        )
+    layout = layout_of(options, chosen.config, options.devices)
+    use_cpus(layout.devices)
+    devices = mesh.make(devices=jax.devices(), **layout.axes)
+    train_step = decoder.train_step(
+        chosen.family,
+        chosen.config,
+        plans.ADAMW,
+        layout,
+        devices,
+        batch=options.batch,
+        key=jax.random.key(0),
+    )
+    windows = jax.ShapeDtypeStruct(
+        (options.batch, chosen.config.context + 1),
+        jnp.int32,
+        sharding=mesh.shardings(jax.P(layout.batch_axes), devices),
+    )
+    compiled = train_step.train.lower(train_step.shapes, windows).compile()
+    predicted = plans.plan(chosen.config, layout, hardware.VIRTUAL_CPU, batch=options.batch)
+    return plans.compared(plans.compare(predicted, compiled))
+
+
+def first_difference(options: argparse.Namespace) -> str:
+    """Return the first value of a layout's step that differs from one device, or from a record.
+
+    Raises:
+        ValueError: the layout does not fit, or the record or its folder does not exist.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from parallax import bisect, mesh
+    from parallax.layout import Layout
+    from parallax.models import decoder
+
+    chosen = model(options)
+    layout = layout_of(options, chosen.config, options.devices)
+    _check_files(options)
+    # Load the record first: a wrong file is refused before anything is compiled.
+    reference = bisect.load(options.record) if options.record else None
+    use_cpus(layout.devices)
+    jax.config.update("jax_enable_x64", True)
+    generator = np.random.default_rng(0)
+    shape = (options.batch, chosen.config.context + 1)
+    windows = generator.integers(0, chosen.config.vocabulary, shape).astype(np.int32)
+    # AdamW would divide the rounding of a gradient that is zero, such as the keys' bias, by itself.
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def run(layout: Layout):
+        train_step = decoder.train_step(
+            chosen.family,
+            chosen.config,
+            optimizer,
+            layout,
+            mesh.make(devices=jax.devices()[: layout.devices], **layout.axes),
+            batch=options.batch,
+            key=jax.random.key(0),
+            compute=decoder.Compute(dtype=jnp.float64),
+        )
+        return train_step.train, (train_step.init(), windows)
+
+    if reference is None:
+        reference = bisect.record(lambda: run(Layout()))
+    split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
+    if options.save:
+        split.save(options.save)
+    return str(bisect.compare(reference, split))
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    if options.record and not Path(options.record).is_file():
+        raise ValueError(
+            f"--record needs a file that --save wrote; there is none at {options.record}."
+        )
+    if options.save and not Path(options.save).absolute().parent.is_dir():
+        folder = Path(options.save).absolute().parent
+        raise ValueError(f"--save needs an existing folder; {folder} does not exist.")

@@ -1,0 +1,110 @@
+"""`parallax compile`: compile a step for a TPU or GPU machine that is not here."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from parallax.commands.options import (
+    Model,
+    add_command,
+    add_island_options,
+    layout_of,
+    model,
+)
+
+
+def add_compile(commands: Any) -> None:
+    """Add the command and its options."""
+    command = add_command(
+        commands,
+        "compile",
+        compile_for,
+        "Compile a step for a TPU or GPU machine that is not here.",
+        batch=64,
+    )
+    option = command.add_argument
+    option("--target", required=True, help="the machine, such as v5e:2x4, v5p:2x2x2 or '8 x h100'")
+    option("--trace", metavar="FILE", help="write a trace of the estimated time, for Perfetto")
+    option(
+        "--picture",
+        metavar="FILE",
+        help="write a picture of the estimated time, as PNG, SVG or PDF",
+    )
+    option("--text", metavar="FILE", help="write the text of the compiled program")
+    add_island_options(command)
+
+
+def compile_for(options: argparse.Namespace) -> str:
+    """Return the report of a step that is compiled for `--target`.
+
+    Raises:
+        ValueError: the layout does not fit the model or the machine, or the step does not fit the
+            memory.
+        ImportError: the compiler of the machine is not installed.
+    """
+    import jax
+
+    from parallax import draw
+    from parallax import plan as plans
+    from parallax.compiled import report, targets
+    from parallax.draw import canvas
+
+    jax.config.update("jax_platforms", "cpu")
+    if options.picture:
+        canvas.figure(1, 1)  # raises now, not after minutes
+    chosen, target = model(options), targets.target(options.target)
+    step, arguments = _step(options, chosen, target)
+    start = time.process_time()
+    program = targets.compile(step, *arguments, target=target)
+    seconds = time.process_time() - start
+    timeline = program.timeline()
+    rows = draw.replay(timeline, options.picture)
+    if options.trace:
+        draw.replay_trace(timeline, options.trace)
+    if options.text:
+        Path(options.text).write_text(program.text, encoding="utf-8")
+    batch = options.islands * options.batch
+    operations = None  # without a formula for the family, the report has no share of peak
+    if not options.model.startswith("llama"):
+        operations = plans.model_flops(chosen.config, batch)
+    table = report.table(program, operations=operations, timeline=timeline)
+    sizes = f"{chosen.config.parameters:,} parameters, batch {batch} x {chosen.config.context}"
+    return f"{sizes} tokens\n{table}\n\n{rows}\n\n{_compile_time(seconds)}"
+
+
+def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Return the training step on the devices of `target`, and the shapes of its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from parallax import islands, mesh, plan
+    from parallax.models import decoder, on_islands
+
+    count = options.islands
+    if count < 1 or len(target.devices) % count:
+        raise ValueError(
+            f"--islands must divide the {len(target.devices)} devices; got {count}. "
+            "Use --islands 1."
+        )
+    layout = layout_of(options, chosen.config, len(target.devices) // count, fixed=("devices",))
+    key, batch = jax.random.key(0), count * options.batch
+    axes = {"island": count, **layout.axes} if count > 1 else layout.axes
+    devices = mesh.make(devices=target.devices, **axes)
+    parts = (chosen.family, chosen.config, plan.ADAMW, layout, devices)
+    if count == 1:
+        train_step = decoder.train_step(*parts, batch=batch, key=key)
+    else:
+        local = decoder.local_step(*parts, batch=options.batch, key=key)
+        train_step = on_islands.train_step(local, islands.outer_nesterov(), every=options.every)
+    island_axes = ("island",) if count > 1 else ()
+    windows = jax.ShapeDtypeStruct(
+        (batch, chosen.config.context + 1),
+        jnp.int32,
+        sharding=mesh.shardings(jax.P(island_axes + layout.batch_axes), devices),
+    )
+    return train_step.train, (train_step.shapes, windows)
+
+
+def _compile_time(seconds: float) -> str:
+    return f"compiled in {seconds:.0f} s of processor time"

@@ -1,0 +1,189 @@
+"""What several commands share: the model, the layout, the chip, and their options."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# The family of each model, and the constant of the family's module. `model` imports them.
+MODELS = {
+    "tiny": ("gpt2", ""),
+    "small": ("gpt2", "SMALL"),
+    "medium": ("gpt2", "MEDIUM"),
+    "large": ("gpt2", "LARGE"),
+    "xl": ("gpt2", "XL"),
+    "gpt3": ("gpt2", ""),
+    "llama-tiny": ("llama", ""),
+    "llama": ("llama", "SMALL"),
+    "llama-1b": ("llama", "B1"),
+    "llama-3b": ("llama", "B3"),
+    "llama-8b": ("llama", "B8"),
+    "llama-70b": ("llama", "B70"),
+}
+HARDWARE = "v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
+FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}  # sizes
+
+
+class Model(NamedTuple):
+    """The family of a decoder and its sizes."""
+
+    family: Any
+    config: Any
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and shows each default that an option has."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], str],
+    words: str,
+    *,
+    model: str = "small",
+    batch: int = 16,
+) -> argparse.ArgumentParser:
+    """Add a command with the options of all commands that build a model; return its parser."""
+    command = commands.add_parser(name, help=words, description=words, formatter_class=Help)
+    command.set_defaults(run=run)
+    add = command.add_argument
+    add(
+        "--model",
+        choices=MODELS,
+        default=model,
+        metavar="NAME",
+        help=f"the model: {', '.join(MODELS)}",
+    )
+    add("--layers", type=int, metavar="N", help="the number of layers; by default the model's own")
+    add(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per sequence; by default the model's own",
+    )
+    add("--batch", type=int, default=batch, metavar="N", help="sequences in the global batch")
+    add("--layout", metavar="AXES", help="the split, such as data=2,tensor=4,zero=1")
+    add(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="the number of devices; by default the product of the layout's axes",
+    )
+    return command
+
+
+def add_island_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of islands to a command."""
+    add = command.add_argument
+    add(
+        "--islands",
+        type=int,
+        default=1,
+        metavar="N",
+        help="groups that exchange weights every --every steps; layout and batch are per group",
+    )
+    add(
+        "--every",
+        type=int,
+        default=50,
+        metavar="STEPS",
+        help="steps between two exchanges of the islands",
+    )
+
+
+def use_cpus(devices: int) -> None:
+    """Make JAX run on `devices` virtual CPU devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def model(options: argparse.Namespace) -> Model:
+    """Return the model of `--model`, with `--context` and `--layers`.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+    from parallax.models import gpt2, llama
+    from parallax.plan import estimates
+
+    family, constant = MODELS[options.model]
+    module = {"gpt2": gpt2, "llama": llama}[family]
+    without_constant = {
+        "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
+        "gpt3": estimates.GPT3,
+        "llama-tiny": llama.Config(
+            layers=4, heads=4, groups=2, width=128, hidden=256, context=128, vocabulary=1000
+        ),
+    }
+    config = getattr(module, constant) if constant else without_constant[options.model]
+    sizes = {"context": options.context, "layers": options.layers}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(
+                f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}."
+            )
+    given = {name: size for name, size in sizes.items() if size is not None}
+    return Model(module.FAMILY, dataclasses.replace(config, **given))
+
+
+def chip_of(options: argparse.Namespace) -> Any:
+    """Return the `Hardware` of `--hardware`. Raises `ValueError` for an unknown chip."""
+    from parallax import hardware
+
+    try:
+        return hardware.named(options.hardware)
+    except ValueError as error:
+        raise ValueError(
+            f"--hardware must be one of {HARDWARE}, or a slice of TPUs such as v5e:2x4; "
+            f"got {options.hardware!r}."
+        ) from error
+
+
+def layout_of(
+    options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
+) -> Any:
+    """Return the `Layout` of `--layout`, if it fits.
+
+    Raises:
+        ValueError: it does not fit. The message proposes flags that do, but no size in `fixed`.
+    """
+    from parallax import validate
+    from parallax.layout import Layout
+
+    sizes = {**config.sizes, "batch": options.batch}
+    if devices is not None:
+        sizes["devices"] = devices
+    fixed = ("heads", "hidden", "rows", *fixed)
+    wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
+    return Layout.parse(options.layout or "", sizes, wording)
+
+
+def _flag_or_field(name: str, value: Any) -> str:
+    return f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
+
+
+def flag(name: str, value: Any) -> str:
+    """Return a field of the layout as a flag."""
+    return f"--{name} {value}"
+
+
+def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    """Return flags for a change of the layout's fields."""
+    return " ".join(flag(name, value) for name, value in change.items())
+
+
+def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    from parallax import validate
+
+    fields = {name: value for name, value in change.items() if name not in FLAGS}
+    words = []
+    if written or fields:
+        words = ["--layout", validate.as_text({**written, **fields}) or "data=1"]
+    sizes = [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS]
+    return " ".join(words + sizes)

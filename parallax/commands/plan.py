@@ -1,0 +1,186 @@
+"""`parallax plan`: predict the memory, traffic and time of a step, or rank all layouts."""
+
+import argparse
+import math
+from typing import Any
+
+from parallax.commands.options import (
+    HARDWARE,
+    add_command,
+    add_island_options,
+    chip_of,
+    flag,
+    layout_of,
+    model,
+    precision_flag,
+)
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command and its options."""
+    command = add_command(
+        commands,
+        "plan",
+        plan,
+        "Predict the memory, traffic and time of a layout, or rank all layouts.",
+        batch=512,
+    )
+    option = command.add_argument
+    option(
+        "program",
+        nargs="?",
+        metavar="FILE:FUNCTION",
+        help="plan any step instead of a model: FUNCTION(mesh) returns (step, shapes)",
+    )
+    option("--mesh", metavar="AXES", help="the mesh of such a step, such as data=256,tensor=8")
+    option(
+        "--hardware",
+        default="a100",
+        metavar="CHIP",
+        help=f"one of {HARDWARE}, or a slice of TPUs such as v5e:2x4",
+    )
+    option(
+        "--precision",
+        default="bfloat16",
+        metavar="NAME",
+        help="the precision of a search: full, bfloat16 or float16",
+    )
+    option(
+        "--top", type=int, default=8, metavar="N", help="the number of layouts that a search prints"
+    )
+    add_island_options(command)
+    _add_failure_options(command)
+
+
+def _add_failure_options(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
+    option(
+        "--failures-per-device-year",
+        type=float,
+        metavar="RATE",
+        help="add the best interval between checkpoints for this rate",
+    )
+    option(
+        "--save-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="the time that a save stops the training",
+    )
+    option(
+        "--restart-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="the time from a failure to the next step",
+    )
+
+
+def plan(options: argparse.Namespace) -> str:
+    """Return the plan of one layout, of the best layouts, or of a step in a file.
+
+    Raises:
+        ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
+            layout does not fit.
+    """
+    from parallax import plan as plans
+
+    if options.program is not None or options.mesh is not None:
+        return plan_of_a_file(options)
+    chip, chosen = chip_of(options), model(options)
+    if options.layout is None:
+        return search(options, chosen.config, chip)
+    layout = layout_of(options, chosen.config, options.devices)
+    if options.model.startswith("llama"):
+        if options.islands != 1:
+            raise ValueError("--islands counts the bytes of GPT-2 models. Use --model small.")
+        traced = plans.traced(chosen.family, chosen.config, layout, chip, batch=options.batch)
+        return f"{traced}{failures(options, layout.devices)}"
+    text = f"{plans.plan(chosen.config, layout, chip, batch=options.batch)}"
+    text += failures(options, layout.devices)
+    if options.islands == 1:
+        return text
+    from parallax.plan import between
+
+    rounds = between.told(chosen.config, layout, islands=options.islands, every=options.every)
+    return f"{text}\n\n{rounds}"
+
+
+def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
+    """Return the best layouts of `--devices`, and the plan of the first.
+
+    Raises:
+        ValueError: `--devices` is missing or below 1, or nothing fits.
+    """
+    from parallax import validate
+    from parallax.layout import Layout
+    from parallax.plan import algorithms, layouts, networks
+
+    if options.devices is None:
+        raise ValueError(
+            "plan needs --devices, --layout, or a file and --mesh. "
+            "Use --devices 8 to search, or --layout data=2,tensor=4 for one plan."
+        )
+    if options.model.startswith("llama"):
+        raise ValueError(
+            f"plan searches the layouts of GPT-2 models; got --model {options.model}. "
+            f"Use --layout data={options.devices} for the plan of one layout."
+        )
+    for name in ("devices", "batch"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
+    wording = validate.Wording(flag, precision_flag)
+    Layout.parse(f"precision={options.precision}", wording=wording)
+    plans = layouts.search(
+        config,
+        options.devices,
+        chip,
+        batch=options.batch,
+        precision=options.precision,
+    )
+    best, algorithms_by_axis = algorithms.replanned(plans[0], networks.of(chip, options.devices))
+    text = f"{layouts.table(plans, options.top)}\n\n{plans[0]}"
+    if algorithms_by_axis:
+        text += (
+            f"\n\n{algorithms.table(algorithms_by_axis)}\nwith the fastest: "
+            f"{best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
+        )
+    return text + failures(options, options.devices)
+
+
+def plan_of_a_file(options: argparse.Namespace) -> str:
+    """Return the plan of a step in a user's file, from its trace.
+
+    Raises:
+        ValueError: the file or the mesh is missing, or `user_files.read` refuses the file.
+    """
+    from parallax import plan as plans
+    from parallax.plan import user_files
+
+    if options.program is None:
+        raise ValueError(
+            f"--mesh {options.mesh} is the mesh of a step in a file. Name the file, as in "
+            f"`plan path/to/file.py:function --mesh {options.mesh}`, "
+            f"or use --layout {options.mesh} for a model of --model."
+        )
+    if options.mesh is None:
+        raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")
+    mesh = user_files.world(options.mesh)
+    step, shapes = user_files.read(options.program, mesh)
+    traced = plans.trace(step, shapes, mesh, hardware=chip_of(options))
+    return f"{traced}{failures(options, math.prod(mesh.shape.values()))}"
+
+
+def failures(options: argparse.Namespace, devices: int) -> str:
+    """Return the best interval between checkpoints, or nothing without a rate of failures.
+
+    Raises:
+        ValueError: the rate is negative.
+    """
+    if options.failures_per_device_year is None:
+        return ""
+    from parallax.plan import faults
+
+    between = faults.mean_time(options.failures_per_device_year, devices)
+    schedule = faults.plan(between, save=options.save_seconds, restart=options.restart_seconds)
+    return f"\n\n{schedule}"
