@@ -320,8 +320,9 @@ class Endless:
         return places % 50_000
 
 
-def test_a_batch_of_a_billion_windows_needs_no_memory_for_them():
-    options = {"seed": 1, "size": 64, "length": 1023}
+@pytest.mark.parametrize("size", [64, 512])
+def test_a_batch_of_a_billion_windows_needs_no_memory_for_them(size):
+    options = {"seed": 1, "size": size, "length": 1023}
     data.batch(Endless(), step=0, **options)
     tracemalloc.start()
     try:
@@ -329,6 +330,7 @@ def test_a_batch_of_a_billion_windows_needs_no_memory_for_them():
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    print(f"{size} windows of 1,024 tokens: {most / 1e6:.1f} MB")
     assert most < 10e6
     assert len({*first[:, 0].tolist(), *later[:, 0].tolist()}) > 100
 

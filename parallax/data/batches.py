@@ -18,6 +18,7 @@ from jaxtyping import Int32, Int64
 from parallax import argument_checks
 from parallax.data.tokens import Source
 
+ROWS = 64  # windows that are read at a time
 ROUNDS = 8  # of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988)
 
 
@@ -72,8 +73,11 @@ def batch(
         _starts(seed, epoch, [place for _, place in group], windows, spare, length)
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
-    places = np.add.outer(np.concatenate(starts), np.arange(length + 1))
-    return _as_int32(_array(tokens)[places])
+    source, first = _array(tokens), np.concatenate(starts)
+    # A place has 8 bytes, and a token in the batch 4: few windows have their places at a time.
+    parts = np.split(first, range(ROWS, len(first), ROWS))
+    window = np.arange(length + 1)
+    return np.concatenate([_as_int32(source[np.add.outer(part, window)]) for part in parts])
 
 
 def _starts(
