@@ -140,7 +140,10 @@ def transient(error: BaseException | None) -> bool:
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
-        if number in TRANSIENT or _is_late(error):
+        # Threads of Orbax may still write for a try that failed while its folder is removed. Then
+        # TensorStore misses a file that the next try has just written.
+        missing = isinstance(error, ValueError) and str(error).startswith("NOT_FOUND")
+        if number in TRANSIENT or missing or _is_late(error):
             return True
         error = error.__cause__
     return False
