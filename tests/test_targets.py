@@ -391,7 +391,7 @@ def test_messages_between_slices_are_read(what):
     assert found.exposed_along["far"] > nbytes / (1 / hardware.TPU_V5E.slow.beta)
     other = program.replace('"ONE_TO_ONE"', '"ALL_TO_ALL"').replace('"ALL_REDUCE"', '"ALL_TO_ALL"')
     with pytest.raises(
-        ValueError, match="a collective between TPU slices that cannot be read, ALL_TO_ALL"
+        ValueError, match="a collective between TPU slices that cannot be read: ALL_TO_ALL"
     ):
         hlo.module(other)
 
@@ -412,7 +412,7 @@ def test_operations_and_bytes_of_a_gpu_program():
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
-        match=r"needs a number of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Take such as v5e:2x4",
+        match=r"needs a number of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Examples: v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(

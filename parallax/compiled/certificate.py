@@ -1,10 +1,11 @@
-"""What a compiled program really sends, read from its text, beside what was predicted.
+"""The collectives that a compiled program runs, read from its text and compared with a prediction.
 
     entries = certificate.read(jax.jit(f).lower(x).compile(), mesh)
     print(certificate.table(entries))
     print(*certificate.differences(entries, {"data": cost.of(ring.all_reduce, nbytes, n)}), sep="\\n")
 
-A loop's body counts once a trip. XLA names devices by number, in four notations; the mesh says which axes they lie along.
+A loop's body counts once for each trip. XLA numbers the devices; the mesh says along which axes a
+group of them lies.
 """
 
 import functools
@@ -25,16 +26,17 @@ from parallax.compiled import hlo
 
 
 class Entry(NamedTuple):
-    """All collectives of one kind along the same axes, in one call of a program, on each device.
+    """All collectives of one kind along the same axes, on one device, in one call of a program.
 
     Attributes:
-        kind: XLA's name, as "collective-permute".
-        axes: the mesh axes along which its devices lie, in the mesh's order; of a permute, along which it moves anything.
-        count: how often it runs, in all trips of loops.
-        bytes: of its results, over all runs. For a permute, what a device receives.
-        hops: the longest chain among them of which each must wait for the one before.
-        conditional: it stands in a branch that may not be taken: counted as if all branches ran.
-        unbounded: it stands in a loop whose number of trips XLA does not know: counted for one trip.
+        kind: XLA's name, such as "collective-permute".
+        axes: the mesh axes along which a group's devices lie, in the mesh's order; for a permute,
+            the axes along which data moves.
+        count: the number of runs over all trips of loops.
+        bytes: the bytes of the results over all runs; for a permute, those that a device receives.
+        hops: the length of the longest chain in which each collective waits for the one before.
+        conditional: whether they stand in a branch that may not be taken. All branches count.
+        unbounded: whether they stand in a loop of unknown length, which counts as one trip.
     """
 
     kind: str
@@ -47,48 +49,47 @@ class Entry(NamedTuple):
 
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
-    """The collectives of a compiled program (or of its text), one entry for each kind and set of axes of `mesh`.
+    """The collectives of a compiled program or of its text: an entry for each kind and set of axes.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
     """
     program = hlo.module(compiled)
-    key = lambda instruction: (instruction.collective, along(instruction.groups, dict(mesh.shape)))
-    chains = _chain(program, program.entry, key, {})
+
+    def kind_and_axes(instruction: hlo.Instruction) -> tuple[str | None, tuple[str, ...]]:
+        return instruction.collective, along(instruction.groups, dict(mesh.shape))
+
+    chains = _chain(program, program.entry, kind_and_axes, {})
     counts, sizes = Counter(), Counter()
     for run in hlo.runs(program):
-        of = (*key(run.instruction), run.conditional, run.unbounded)
-        counts[of] += run.times
-        sizes[of] += run.times * sum(op.bytes for op in run.instruction.ops)
-    place = {name: k for k, name in enumerate(mesh.shape)}
-    found = sorted(counts, key=lambda of: ([place[name] for name in of[1]], of))
-    return [
-        Entry(kind, names, counts[of], sizes[of], int(chains[kind, names]), conditional, unbounded)
-        for of in found
-        for kind, names, conditional, unbounded in [of]
-    ]
+        key = (*kind_and_axes(run.instruction), run.conditional, run.unbounded)
+        counts[key] += run.times
+        sizes[key] += run.times * sum(op.bytes for op in run.instruction.ops)
+    position = {name: k for k, name in enumerate(mesh.shape)}
+    entries = []
+    for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
+        kind, names, conditional, unbounded = key
+        hops = int(chains[kind, names])
+        entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
+    return entries
 
 
 def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute") -> int:
-    """The longest chain of collectives of one kind, along whatever axes, of which each must wait for the one before."""
+    """The length of the longest chain of collectives of one kind, along any axes, in which each waits
+    for the one before."""
     program = hlo.module(compiled)
     return int(_chain(program, program.entry, lambda instruction: instruction.collective, {})[kind])
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """The entries as text: a line each, in columns."""
+    """The entries as text: a line for each, in columns."""
     rows = [["axes", "kind", "count", "bytes", "hops", ""]]
     for entry in entries:
         numbers = [f"{number:,}" for number in (entry.count, entry.bytes, entry.hops)]
-        remarks = [
-            word
-            for word, holds in (
-                ("conditional", entry.conditional),
-                ("trips unknown", entry.unbounded),
-            )
-            if holds
-        ]
-        rows.append([_spelt(entry.axes), entry.kind, *numbers, ", ".join(remarks)])
+        remarks = ["conditional"] if entry.conditional else []
+        if entry.unbounded:
+            remarks.append("trips unknown")
+        rows.append([_axes_text(entry.axes), entry.kind, *numbers, ", ".join(remarks)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
     lines = [
@@ -102,110 +103,119 @@ def differences(
     entries: Sequence[Entry],
     predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry],
 ) -> list[str]:
-    """Where the program differs from what was `predicted`, a sentence each; none if it does not.
+    """The differences between the program and the prediction, a sentence each.
 
-    What cannot be counted (in a conditional, or in a loop of unknown length) is always told.
+    Entries in a conditional or in a loop of unknown length always give a sentence.
 
     Args:
-        entries: what `read` found.
-        predicted: for each axis (a name, or a tuple of names) the bytes of all results along it, or a `Cost`, whose `sent`,
-            `messages` and `chain` are then held against the program; or a list of entries. Fewer hops in a row than those of
-            several arrays, one after another, are no difference: arrays may go side by side.
+        entries: the result of `read`.
+        predicted: a mapping from an axis (a name, or a tuple of names) to the bytes of all results
+            along it, or to a `Cost`, whose `sent`, `messages` and `chain` are compared; or a list
+            of entries. A shorter chain than that of several arrays in a row is no difference,
+            since the arrays may travel side by side.
     """
-    told = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
-    if not isinstance(predicted, Mapping):
-        key = lambda entry: (entry.kind, entry.axes, entry.conditional, entry.unbounded)
-        wanted, there = (
-            {key(entry): entry for entry in predicted},
-            {key(entry): entry for entry in entries},
-        )
-        for of in dict.fromkeys([*wanted, *there]):
-            value = (wanted[of].bytes, wanted[of].count, wanted[of].hops) if of in wanted else None
-            told += _compared(
-                f"{of[0]} along {_spelt(of[1])}", value, [there[of]] if of in there else []
-            )
-        return told
-    along: dict[tuple, list[Entry]] = {}
+    sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
+    if isinstance(predicted, Mapping):
+        return sentences + _from_numbers(entries, predicted)
+    return sentences + _from_entries(entries, predicted)
+
+
+def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
+    expected = {_identity(entry): entry for entry in predicted}
+    actual = {_identity(entry): entry for entry in entries}
+    sentences = []
+    for key in dict.fromkeys([*expected, *actual]):
+        kind, names, *_ = key
+        entry = expected.get(key)
+        numbers = (entry.bytes, entry.count, entry.hops) if entry else None
+        counted = [actual[key]] if key in actual else []
+        sentences += _compared(f"{kind} along {_axes_text(names)}", numbers, counted)
+    return sentences
+
+
+def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
+    return entry.kind, entry.axes, entry.conditional, entry.unbounded
+
+
+def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost]) -> list[str]:
+    entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
-        along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
-    wanted = {
-        tuple(sorted(axes(names))): (axes(names), value) for names, value in predicted.items()
-    }
-    for key, (names, value) in wanted.items():
-        numbers = (
-            (value.sent, value.messages, value.chain)
-            if isinstance(value, Cost)
-            else (value, None, None)
-        )
-        told += _compared(f"along {_spelt(names)}", numbers, along.get(key, []))
-    for key, found in along.items():
-        if key not in wanted:
-            told += _compared(f"along {_spelt(found[0].axes)}", None, found)
-    return told
+        entries_along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
+    sentences = []
+    for axis, value in predicted.items():
+        names = axes(axis)
+        numbers = (value, None, None)
+        if isinstance(value, Cost):
+            numbers = (value.sent, value.messages, value.chain)
+        counted = entries_along.pop(tuple(sorted(names)), [])
+        sentences += _compared(f"along {_axes_text(names)}", numbers, counted)
+    for counted in entries_along.values():
+        sentences += _compared(f"along {_axes_text(counted[0].axes)}", None, counted)
+    return sentences
 
 
-def _compared(what: str, predicted: tuple | None, found: list[Entry]) -> list[str]:
-    """A sentence for each number (bytes, count, hops) that differs from what was predicted; a prediction of None is not
-    compared."""
-    of = lambda field: sum(getattr(entry, field) for entry in found)
-    seen = ", ".join(f"{entry.count:,} {entry.kind}" for entry in found)
+def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
+    """A sentence for each number (bytes, count, hops) that differs from its prediction. A predicted
+    None is not compared."""
+    kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
+    moved = sum(entry.bytes for entry in entries)
     if predicted is None:
-        return [
-            f"{what}: nothing was predicted, and the program moves {of('bytes'):,} bytes ({seen})."
-        ]
-    if not found:
-        return (
-            [f"{what}: {predicted[0]:,} bytes were predicted, and the program moves none."]
-            if predicted[0]
-            else []
-        )
-    told = []
-    for field, unit, wanted in zip(
-        ("bytes", "count", "hops"),
-        ("bytes", "collectives", "hops in a row"),
-        predicted,
-        strict=True,
-    ):
-        got = of(field)
-        if wanted is None or wanted == got or (field == "hops" and got < wanted):
+        return [f"{what}: nothing was predicted, and the program moves {moved:,} bytes ({kinds})."]
+    if not entries and not predicted[0]:
+        return []
+    if not entries:
+        return [f"{what}: {predicted[0]:,} bytes were predicted, and the program moves none."]
+    sentences = []
+    units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
+    for (field, unit), expected in zip(units.items(), predicted, strict=True):
+        actual = sum(getattr(entry, field) for entry in entries)
+        if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
-        times = got // wanted if wanted and got % wanted == 0 else 1
-        hint = (
-            f": exactly {times} times as many; is it in a loop, or done {times} times?"
-            if times > 1
-            else "."
+        times = actual // expected if expected and actual % expected == 0 else 1
+        hint = "."
+        if times > 1:
+            hint = f": exactly {times} times as many; is it in a loop, or done {times} times?"
+        sentences.append(
+            f"{what}: {expected:,} {unit} were predicted, and the program has {actual:,} "
+            f"({kinds}){hint}"
         )
-        told.append(
-            f"{what}: {wanted:,} {unit} were predicted, and the program has {got:,} ({seen}){hint}"
-        )
-    return told
+    return sentences
 
 
 def _uncertain(entry: Entry) -> str:
-    what = f"{entry.kind} along {_spelt(entry.axes)}"
+    what = f"{entry.kind} along {_axes_text(entry.axes)}"
     if entry.unbounded:
-        return f"{what}: stands in a loop whose number of trips XLA does not know, and is counted for one trip."
-    hangs = (
-        " Where devices take different branches, a permute hangs."
-        if entry.kind == "collective-permute"
-        else ""
-    )
-    return f"{what}: stands in a conditional, and is counted as if all its branches ran.{hangs}"
+        return (
+            f"{what}: stands in a loop whose number of trips XLA does not know, and is counted for "
+            "one trip."
+        )
+    warning = ""
+    if entry.kind == "collective-permute":
+        warning = " Where devices take different branches, a permute hangs."
+    return f"{what}: stands in a conditional, and is counted as if all its branches ran.{warning}"
 
 
-def _spelt(names: tuple[str, ...]) -> str:
+def _axes_text(names: tuple[str, ...]) -> str:
     return " x ".join(names) or "no axis"
 
 
 def _chain(
     program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
 ) -> Counter:
-    """For each key, how many of its collectives run one after another in a computation, each waiting for the one before."""
+    """For each key, the length of the longest chain of its collectives in a computation, in which
+    each waits for the one before.
+
+    Args:
+        program: the program.
+        name: the computation.
+        key: an instruction to its key.
+        known: the chains of computations that were counted before; filled here.
+    """
     if name in known:
         return known[name]
     longest: Counter = Counter()
-    ends: dict[str, Counter] = {}  # the chain that ends with each instruction
-    elements: dict[str, list[Counter]] = {}  # with each element of a tuple
+    ends: dict[str, Counter] = {}  # the longest chains that end with each instruction
+    elements: dict[str, list[Counter]] = {}  # and with each element of a tuple
     for instruction in program[name]:
         before = [ends.get(operand, Counter()) for operand in instruction.operands]
         if instruction.opcode == "tuple":
@@ -213,23 +223,27 @@ def _chain(
         elif instruction.opcode == "get-tuple-element" and instruction.operands[0] in elements:
             index = re.search(r"\bindex=(\d+)", instruction.attributes)
             before = [elements[instruction.operands[0]][int(index[1])]] if index else before
-        if instruction.collective:
-            own = Counter([key(instruction)])
-        else:
-            inside = [
-                (_chain(program, called, key, known), often or instruction.counted or 1)
-                for called, often in instruction.called
-            ]
-            inside = [
-                Counter({of: often * hops for of, hops in chain.items()}) for chain, often in inside
-            ]
-            own = (
-                _longest(inside) if instruction.opcode == "conditional" else sum(inside, Counter())
-            )
-        ends[instruction.name] = _longest(before) + own
+        ends[instruction.name] = _longest(before) + _inside(program, instruction, key, known)
         longest |= ends[instruction.name]
     known[name] = longest
     return longest
+
+
+def _inside(
+    program: hlo.Module,
+    instruction: hlo.Instruction,
+    key: Callable[..., Any],
+    known: dict[str, Counter],
+) -> Counter:
+    """The longest chains in one instruction: itself, or the computations that it runs."""
+    if instruction.collective:
+        return Counter([key(instruction)])
+    chains = []
+    for called, stated in instruction.called:
+        trips = stated or instruction.counted or 1
+        chain = _chain(program, called, key, known)
+        chains.append(Counter({name: trips * hops for name, hops in chain.items()}))
+    return _longest(chains) if instruction.opcode == "conditional" else sum(chains, Counter())
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
@@ -240,12 +254,13 @@ def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tupl
     """The axes of a mesh of `shape` along which the devices of a group lie."""
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
-    most = max(int(group.max()) for group in groups)
-    if most >= math.prod(sizes):
+    largest = max(int(group.max()) for group in groups)
+    if largest >= math.prod(sizes):
         raise ValueError(
-            f"certificate.read needs the mesh that the program was compiled for: it names device {most}, and the mesh "
-            f"{dict(shape)} has {math.prod(sizes)} devices. Pass that mesh."
+            "certificate.read needs the mesh that the program was compiled for: the program names "
+            f"device {largest}, and the mesh {dict(shape)} has {math.prod(sizes)} devices. Pass "
+            "that mesh."
         )
-    places = [np.stack(np.unravel_index(group, sizes)) for group in groups]
-    spread = np.max([np.ptp(place, axis=1) for place in places], axis=0)
-    return tuple(name for name, over in zip(shape, spread, strict=True) if over)
+    coordinates = [np.stack(np.unravel_index(group, sizes)) for group in groups]
+    spread = np.max([np.ptp(group, axis=1) for group in coordinates], axis=0)
+    return tuple(name for name, extent in zip(shape, spread, strict=True) if extent)

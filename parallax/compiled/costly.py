@@ -1,4 +1,4 @@
-"""The most expensive instructions of a program for an accelerator, with the lines of source that they come from.
+"""The most expensive instructions of an accelerator's program, with their source lines.
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 """
@@ -16,12 +16,12 @@ class Costly(NamedTuple):
     """An instruction.
 
     Attributes:
-        seconds: in a whole step, without messages.
-        times: how often it runs.
-        name: in the program's text.
-        opcode: of the program's text, as "fusion".
-        result: its type.
-        line: of source, as "file:line"; empty where the text does not say.
+        seconds: its time in a whole step, without messages.
+        times: the number of runs in a step.
+        name: its name in the program's text.
+        opcode: its operation, such as "fusion".
+        result: the type of its result.
+        line: the source line, as "file:line"; "" if the text does not tell.
     """
 
     seconds: float
@@ -35,46 +35,44 @@ class Costly(NamedTuple):
 def instructions(
     compiled: jax.stages.Compiled | str, chip: Hardware, *, cores: int = 1
 ) -> list[Costly]:
-    """All instructions that take time, the most expensive first. A loop of unknown length counts as one trip.
+    """All instructions that take time, the most expensive first.
+
+    A loop of unknown length counts as one trip.
 
     Args:
         compiled: the program, or its text.
         chip: the chip that it was compiled for.
-        cores: devices that share a chip.
+        cores: the number of devices that share a chip.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     program, line_of = hlo.module(text), sources.read(text)
-    costs, found = seconds.Costs(program, chip, cores), []
+    costs, expensive = seconds.Costs(program, chip, cores), []
 
-    def inside(name: str, times: int | Fraction) -> None:
-        for each in program[name]:
-            if each.opcode in ("while", "conditional", "call"):
-                for called, often in each.called:
-                    inside(called, times * (often or each.counted or 1))
-            elif (taken := int(times) * costs.of(each)) and not each.collective:
-                found.append(
-                    Costly(
-                        taken,
-                        int(times),
-                        each.name,
-                        each.opcode,
-                        each.result,
-                        line_of(each.attributes),
-                    )
+    def add_computation(name: str, times: int | Fraction) -> None:
+        for line in program[name]:
+            if line.opcode in ("while", "conditional", "call"):
+                for called, trips in line.called:
+                    add_computation(called, times * (trips or line.counted or 1))
+            elif (taken := int(times) * costs.of(line)) and not line.collective:
+                source = line_of(line.attributes)
+                expensive.append(
+                    Costly(taken, int(times), line.name, line.opcode, line.result, source)
                 )
 
-    inside(program.entry, 1)
-    return sorted(found, key=lambda each: -each.seconds)
+    add_computation(program.entry, 1)
+    return sorted(expensive, key=lambda instruction: -instruction.seconds)
 
 
-def table(found: list[Costly], *, rows: int = 20) -> str:
-    """The first of them as text, with their share of the sum of all."""
-    total = sum(each.seconds for each in found)
-    lines = [f"{1e3 * total:.4g} ms in {len(found)} instructions"]
-    for each in found[:rows]:
+def table(expensive: list[Costly], *, rows: int = 20) -> str:
+    """The first instructions as text, each with its share of the sum of all."""
+    total = sum(instruction.seconds for instruction in expensive)
+    lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
+    for instruction in expensive[:rows]:
+        milliseconds = f"{1e3 * instruction.seconds:9.4f} ms {instruction.seconds / total:6.1%}"
+        result = instruction.result.split("{")[0]
         lines.append(
-            f"{1e3 * each.seconds:9.4f} ms {each.seconds / total:6.1%} {each.times:>5} x  {each.opcode:<14} "
-            f"{each.result.split('{')[0]:<28} {each.line or each.name}"
+            f"{milliseconds} {instruction.times:>5} x  {instruction.opcode:<14} {result:<28} "
+            f"{instruction.line or instruction.name}"
         )
     return "\n".join(lines)

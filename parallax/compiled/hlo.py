@@ -1,6 +1,8 @@
-"""The text of a compiled program as data: its instructions, which collectives run how often, and between which devices.
+"""The text of a compiled program as data: instructions, and which collectives run how often between
+which devices.
 
-XLA numbers devices in the order of the program's mesh, and writes groups of them in four notations; all are read here.
+XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
+notations, and this module reads all four.
 """
 
 import math
@@ -28,7 +30,8 @@ COLLECTIVE = re.compile(rf"({'|'.join(KINDS)})(-start)?$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = (.*)$")
 CALLED = re.compile(
-    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
+    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|"
+    r"false_computation)="
     r"\{?((?:%[\w.-]+(?:, )?)+)"
 )
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -40,13 +43,13 @@ NAMED_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 class Op(NamedTuple):
-    """One array that a collective gives each device.
+    """One array that a collective returns on each device.
 
     Attributes:
-        kind: the collective, by XLA's name, as "all-reduce".
-        dtype: by XLA's name, as "f32".
-        shape: on the device.
-        bytes: of the array.
+        kind: XLA's name of the collective, such as "all-reduce".
+        dtype: XLA's name of the type, such as "f32".
+        shape: the shape on one device.
+        bytes: the size on one device.
     """
 
     kind: str
@@ -59,12 +62,13 @@ class Instruction(NamedTuple):
     """A line of a compiled module.
 
     Attributes:
-        name: that of its result.
-        result: the type of the result, as "f32[8,16]{1,0}"; of several in a bracket.
-        opcode: the operation, as "dot".
-        operands: the names of what it takes, and of what it waits for without taking it.
-        attributes: what follows the operands, as text.
-        trips: of a loop whose text does not say its number, what `module` found in its condition; 0 where there is none.
+        name: the name of its result.
+        result: the type of its result, such as "f32[8,16]{1,0}"; a tuple stands in a bracket.
+        opcode: the operation, such as "dot".
+        operands: the names of its operands, and of the instructions that it waits for.
+        attributes: the text after the operands.
+        trips: the trips of a loop whose text does not state them, as `module` reads them from the
+            loop's condition; 0 if the condition does not tell.
     """
 
     name: str
@@ -76,32 +80,30 @@ class Instruction(NamedTuple):
 
     @property
     def collective(self) -> str | None:
-        """Its kind, if it is a collective; the `-done` of one that was started is none."""
-        found = COLLECTIVE.match(self.opcode)
-        return found[1] if found else None
+        """The kind of collective, or None. The `-done` of an asynchronous collective is none."""
+        match = COLLECTIVE.match(self.opcode)
+        return match[1] if match else None
 
     @property
     def ops(self) -> list[Op]:
-        """The arrays that a collective gives."""
+        """The arrays that a collective returns."""
         result = self.result
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
-            result = parts(result)[1]  # of (operands, results, context words)
-        found = [
-            (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
-            for dtype, dims in ARRAY.findall(result)
-        ]
-        return [
-            Op(self.collective or "", dtype, shape, math.prod(shape) * bits(dtype) // 8)
-            for dtype, shape in found
-        ]
+            result = parts(result)[1]  # The tuple is (operands, results, context words).
+        kind = self.collective or ""
+        ops = []
+        for dtype, dims in ARRAY.findall(result):
+            shape = tuple(int(dim) for dim in dims.split(",") if dim)
+            ops.append(Op(kind, dtype, shape, math.prod(shape) * bits(dtype) // 8))
+        return ops
 
     @property
     def called(self) -> list[tuple[str, int]]:
-        """The computations that it runs, and how often; 0 times where XLA does not know."""
-        if self.opcode.endswith(("-done", "-update")):  # its start has told
+        """The computations that it runs, and how often; 0 where XLA does not know."""
+        if self.opcode.endswith(("-done", "-update")):  # The start of the pair lists them.
             return []
-        found = TRIPS.search(self.attributes)
-        trips = int(found[1]) if found else self.trips
+        stated = TRIPS.search(self.attributes)
+        trips = int(stated[1]) if stated else self.trips
         times = {"body": trips, "condition": trips and trips + 1}
         return [
             (name, times.get(key, 1))
@@ -111,29 +113,34 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The trips of a loop in each round of the loop around it, where only its name says so (`counted_scope`); else 0."""
-        found = COUNTED.search(self.attributes)
-        return Fraction(int(found[2]), int(found[3])) if found else Fraction(0)
+        """The mean trips of a loop in each trip of the outer loop, if `counted_scope` names them;
+        else 0."""
+        scope = COUNTED.search(self.attributes)
+        return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
     @property
     def groups(self) -> list[np.ndarray] | None:
-        """The numbers of the devices that exchange with each other, `[devices]` each: pairs, for a permute. `None` for all."""
-        found = GROUPS.search(self.attributes)
-        if not found or found[1] in ("{}", ""):
+        """The groups of devices that exchange data, each an array `[devices]` of device numbers.
+
+        A permute has (sender, receiver) pairs. None stands for one group of all devices.
+        """
+        match = GROUPS.search(self.attributes)
+        text = match[1] if match else ""
+        if text in ("{}", ""):
             return None
-        if found[1].startswith("mesh"):
-            return list(_named(found[1]))
-        if found[1].startswith("["):
-            return list(_iota(found[1]))
-        return [np.array(group.split(","), int) for group in re.findall(r"\{([\d,]+)\}", found[1])]
+        if text.startswith("mesh"):
+            return list(_named(text))
+        if text.startswith("["):
+            return list(_iota(text))
+        return [np.array(group.split(","), int) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
 class Module(NamedTuple):
     """A compiled program.
 
     Attributes:
-        computations: the instructions of each, by its name, in the order of the text.
-        entry: the name of the one that runs first.
+        computations: the instructions of each computation by its name, in the order of the text.
+        entry: the name of the computation that runs first.
     """
 
     computations: dict[str, list[Instruction]]
@@ -144,13 +151,13 @@ class Module(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A collective of a program, as it runs.
+    """A collective of a program, and how often it runs.
 
     Attributes:
         instruction: the collective.
-        times: how often it runs, in all trips of loops.
-        conditional: it stands in a branch that may not be taken.
-        unbounded: it stands in a loop whose number of trips XLA does not know, which counts as one.
+        times: the number of runs over all trips of the loops around it.
+        conditional: whether it stands in a branch that may not be taken.
+        unbounded: whether it stands in a loop of unknown length, which counts as one trip.
     """
 
     instruction: Instruction
@@ -165,20 +172,21 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """The collectives of a compiled program or of its text, each as often as it runs: a loop's body once a trip.
+    """The collectives of a compiled program or of its text, each repeated as often as it runs.
 
     Raises:
-        ValueError: one stands in a loop whose number of trips is not known.
+        ValueError: a collective stands in a loop of unknown length.
     """
-    found: list[Op] = []
+    ops: list[Op] = []
     for run in runs(module(compiled)):
         if run.unbounded:
             raise ValueError(
-                f"hlo.parse needs to know how often each collective runs; {run.instruction.name} stands in a loop whose number "
-                "of trips XLA does not know. Take hlo.runs, which says so of each."
+                "hlo.parse needs to know how often each collective runs; "
+                f"{run.instruction.name} stands in a loop whose number of trips XLA does not know. "
+                "Use hlo.runs, which marks such collectives."
             )
-        found += run.instruction.ops * run.times
-    return found
+        ops += run.instruction.ops * run.times
+    return ops
 
 
 def module(compiled: jax.stages.Compiled | str) -> Module:
@@ -186,32 +194,38 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
-    entry, lines, where = "", [], ""
+    entry, lines, computation = "", [], ""
     roots: dict[str, str] = {}
     for line in text.splitlines():
-        if found := COMPUTATION.match(line):
-            where = found[2]
-            lines = computations.setdefault(where, [])
-            entry = found[2] if found[1] else entry
-        elif found := INSTRUCTION.match(line):
-            root, name, rest = found.groups()
-            roots |= {where: name} if root else {}
-            result, rest = _closed(rest) if rest.startswith("(") else rest.split(" ", 1)
-            opcode, rest = rest.strip().split("(", 1)
-            operands, attributes = _closed("(" + rest)
-            # The value of a constant and the number of a parameter stand where operands do.
-            attributes = (
-                operands + attributes if opcode in ("constant", "parameter") else attributes
-            )
-            waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
-            lines.append(
-                Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes)
-            )
+        if header := COMPUTATION.match(line):
+            computation = header[2]
+            lines = computations.setdefault(computation, [])
+            entry = computation if header[1] else entry
+        elif parsed := INSTRUCTION.match(line):
+            root, name, definition = parsed.groups()
+            if root:
+                roots[computation] = name
+            lines.append(_instruction(name, definition))
     return Module(slices.joined(trips.counted(computations, roots), text), entry)
 
 
+def _instruction(name: str, definition: str) -> Instruction:
+    """The instruction of a line `name = definition`."""
+    if definition.startswith("("):
+        result, call = _closed(definition)
+    else:
+        result, call = definition.split(" ", 1)
+    opcode, operands_and_attributes = call.strip().split("(", 1)
+    operands, attributes = _closed("(" + operands_and_attributes)
+    # The value of a constant and the number of a parameter stand in the place of operands.
+    if opcode in ("constant", "parameter"):
+        attributes = operands + attributes
+    waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
+    return Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes)
+
+
 def runs(program: Module) -> Iterator[Run]:
-    """The collectives of a program, in the order of its text. All branches of a conditional count."""
+    """The collectives of a program, in the order of its text, from all branches of conditionals."""
 
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
@@ -229,43 +243,57 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Loops with collectives inside, each with a collective, or another loop of some, that may overtake it.
+    """Pairs of a loop that holds collectives and a later collective (or such a loop) that may run
+    before the first has ended.
 
-    XLA's CPU backend goes on from such a loop to what does not use its results, while threads still work on it, and collectives
-    of the two can then meet in one rendezvous: "Id can't be larger than the number of participating threads", and the
-    process aborts. `cpu.sequence_after` puts the second behind the first.
+    XLA's CPU backend may begin an instruction that does not use the loop's results while threads
+    still run the loop. Collectives of the two can then meet in one rendezvous: "Id can't be larger
+    than the number of participating threads", and the process aborts. `cpu.sequence_after` orders
+    the second after the first.
     """
     program = module(compiled)
-    sends = lambda instruction: (
-        instruction.collective
-        or any(any(map(sends, program[name])) for name, _ in instruction.called)
-    )
-    found = []
+
+    def communicates(instruction: Instruction) -> bool:
+        return bool(instruction.collective) or any(
+            communicates(inner) for name, _ in instruction.called for inner in program[name]
+        )
+
+    pairs = []
     for lines in program.computations.values():
-        before: dict[str, frozenset[str]] = {}  # what each instruction waits for
+        before: dict[str, frozenset[str]] = {}  # all instructions that each one waits for
         loops: list[Instruction] = []
         for line in lines:
-            given = [name for name in line.operands if name in before]
-            before[line.name] = frozenset(given).union(*(before[name] for name in given))
-            if sends(line):
-                found += [(loop, line) for loop in loops if loop.name not in before[line.name]]
-                loops += [] if line.collective else [line]
-    return found
+            operands = [name for name in line.operands if name in before]
+            before[line.name] = frozenset(operands).union(*(before[name] for name in operands))
+            if communicates(line):
+                pairs += [(loop, line) for loop in loops if loop.name not in before[line.name]]
+                if not line.collective:
+                    loops.append(line)
+    return pairs
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[4,2]<=[2,2,2]T(0,2,1)`: 0, 1, ... in the shape on the right, transposed, then in that on the left. One may do."""
-    numbers = lambda part: tuple(int(k) for k in part.split(","))
+    """The device numbers of `[4,2]<=[2,2,2]T(0,2,1)`, `[groups, devices]`.
+
+    0, 1, ... fill the shape on the right, are transposed, and take the shape on the left. Without
+    `<=`, they fill the one shape that is there and are transposed.
+    """
     shape, source, order = IOTA.match(text).groups()  # type: ignore[union-attr]
-    ids = np.arange(math.prod(numbers(shape))).reshape(numbers(source or shape))
-    ids = ids.transpose(numbers(order)) if order else ids
-    return ids.reshape(numbers(shape)) if source else ids
+    ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(source or shape))
+    if order:
+        ids = ids.transpose(_numbers(order))
+    return ids.reshape(_numbers(shape)) if source else ids
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def _named(text: str) -> np.ndarray:
-    """`mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`: groups along axes, or parts of them, of a mesh of its own.
+    """The device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`, `[groups,
+    devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
 
-    `'a':(2)4` is the part of size 4 of axis a that has a part of size 2 before it, the slower one.
+    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -291,7 +319,7 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """What stands in the bracket with which `text` begins, and what follows it."""
+    """The text inside the bracket that opens `text`, and the text after it."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -301,15 +329,15 @@ def _closed(text: str) -> tuple[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """What stands between the outer commas of `text`."""
-    found, depth = [""], 0
+    """`text` split at the commas outside of all brackets."""
+    pieces, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            found.append("")
+            pieces.append("")
         else:
-            found[-1] += letter
-    return found
+            pieces[-1] += letter
+    return pieces
 
 
 def _names(text: str) -> list[str]:
@@ -317,6 +345,6 @@ def _names(text: str) -> list[str]:
 
 
 def bits(dtype: str) -> int:
-    """Bits of a number of a type, by XLA's name."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8  # a pred is a byte
+    """The bits of one number of the type that XLA calls `dtype`."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8  # a pred is a byte

@@ -1,8 +1,9 @@
-"""What one instruction of a program for an accelerator takes, beside messages.
+"""The time of one instruction of an accelerator's program, without messages.
 
-On a TPU the compiler writes the cycles that it estimates; a kernel (Pallas) states its operations and bytes. What states
-nothing, such as a copy between memories, and everything on a GPU, takes its operations or its bytes over the chip's rates,
-whichever is more. Bytes are those read and written: of an array that is cut or updated in place, the part.
+A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
+bytes. Every other instruction, and every instruction on a GPU, takes its operations or its bytes
+over the chip's rates, whichever is longer. Bytes are those that are read and written: of an array
+that is sliced or updated in place, only the part.
 """
 
 import math
@@ -13,114 +14,108 @@ from parallax.hardware import Hardware
 
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 KERNEL = re.compile(
-    r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?"bytes_accessed":"?(\d+)"?'
+    r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?'
+    r'"bytes_accessed":"?(\d+)"?'
 )
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
 FREE = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-    ),
+    *("parameter", "constant", "tuple", "get-tuple-element"),
+    *("bitcast", "after-all", "partition-id", "replica-id"),
     *("add-dependency", "opt-barrier", "iota", "domain"),
 }
-CUTS = {"dynamic-slice", "slice", "gather"}
+SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 class Costs:
     """The seconds of a program's instructions."""
 
     def __init__(self, program: hlo.Module, hardware: Hardware, cores: int):
-        """Of a device that is one of `cores` on a chip."""
+        """Takes the program, the chip, and the number of devices that share a chip (`cores`)."""
         self.program, self.hardware, self.cores = program, hardware, cores
         self.lines = {line.name: line for lines in program.computations.values() for line in lines}
         self.known: dict[str, float] = {}
 
     def of(self, line: hlo.Instruction) -> float:
-        """The seconds of one run."""
+        """The seconds of one run of the instruction."""
         if line.name not in self.known:
-            self.known[line.name] = self._of(line)
+            self.known[line.name] = self._estimate(line)
         return self.known[line.name]
 
-    def _of(self, line: hlo.Instruction) -> float:
-        if found := CYCLES.search(line.attributes):
-            return int(found[1]) / self.hardware.clock
-        if found := KERNEL.search(line.attributes):
-            return self._over_rates(int(found[1]), int(found[2]))
-        if line.opcode in FREE or (
-            line.opcode == "custom-call" and "AllocateBuffer" in line.attributes
-        ):
+    def _estimate(self, line: hlo.Instruction) -> float:
+        if cycles := CYCLES.search(line.attributes):
+            return int(cycles[1]) / self.hardware.clock
+        if kernel := KERNEL.search(line.attributes):
+            return self._over_rates(int(kernel[1]), int(kernel[2]))
+        if line.opcode in FREE:
             return 0.0
-        if self.hardware.clock:  # on a TPU: what moves data and has no cycles; the compiler estimates none for a few numbers
-            moves = line.opcode in ("copy", "copy-start", "slice-start")
-            return self._over_rates(0, 2 * self._written(line)) if moves else 0.0
+        if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
+            return 0.0
+        if self.hardware.clock:
+            # A TPU's compiler estimates no cycles for copies, nor for instructions on a few numbers,
+            # which are free here.
+            copies = line.opcode in ("copy", "copy-start", "slice-start")
+            return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        # What a TPU's kernel states is held against the full rate, as its compiler's own cycles are.
+        # A TPU's kernel counts at the full rate, as the cycles of its compiler do.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
-        return float(
-            self.cores
-            * max(
-                operations / (self.hardware.rate * efficiency),
-                traffic / (self.hardware.bandwidth * self.hardware.reached[0]),
-            )
-        )
+        seconds_of_operations = operations / (self.hardware.rate * efficiency)
+        seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
+        return float(self.cores * max(seconds_of_operations, seconds_of_traffic))
 
     def operations(self, line: hlo.Instruction) -> float:
-        """Floating-point operations of the products in an instruction."""
-        inner = [each for name, _ in line.called for each in self.program[name]]
+        """The floating-point operations of the matrix products in an instruction."""
+        inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         return self._product(line) + float(sum(map(self.operations, inner)))
 
     def _product(self, line: hlo.Instruction) -> float:
-        found = CONTRACTED.search(line.attributes)
+        """The operations of one product: two for each term of each sum."""
+        contracted = CONTRACTED.search(line.attributes)
         left = self.lines.get(line.operands[0]) if line.operands else None
-        if left is None or not (line.opcode == "dot" or (line.opcode == "custom-call" and found)):
+        is_product = line.opcode == "dot" or (line.opcode == "custom-call" and contracted)
+        if left is None or not is_product:
             return 0.0
-        over = [int(k) for k in re.findall(r"\d+", found[1])] if found else []
-        shapes = _shapes(left.result)
-        return (
-            2.0 * math.prod(_shapes(line.result)[0]) * math.prod(shapes[0][k] for k in over)
-            if shapes
-            else 0.0
-        )
+        left_shapes = _shapes(left.result)
+        if not left_shapes:
+            return 0.0
+        dims = [int(dim) for dim in re.findall(r"\d+", contracted[1])] if contracted else []
+        terms = math.prod(left_shapes[0][dim] for dim in dims)
+        return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
-        """Bytes that an instruction reads and writes."""
-        if line.opcode in CUTS:
+        """The bytes that an instruction reads and writes."""
+        if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
         if line.opcode == "dynamic-update-slice":
             return 2.0 * self._size(line.operands[1])
-        inner = self.program[line.called[0][0]] if line.opcode == "fusion" and line.called else []
-        if not inner:
+        fused = self._fused(line)
+        if not fused:
             return float(nbytes(line.result) + sum(map(self._size, line.operands)))
-        return self._written(line) + sum(
-            self._read(each, inner) for each in inner if each.opcode == "parameter"
-        )
+        parameters = [inner for inner in fused if inner.opcode == "parameter"]
+        return self._written(line) + sum(self._read(parameter, fused) for parameter in parameters)
+
+    def _fused(self, line: hlo.Instruction) -> list[hlo.Instruction]:
+        """The instructions of a fusion; of anything else, none."""
+        if line.opcode != "fusion" or not line.called:
+            return []
+        return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Bytes of the result; where the result is an array updated in place, the bytes of the update."""
+        """The bytes of the result; of an array that is updated in place, those of the update."""
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
-        inner = self.program[line.called[0][0]] if line.opcode == "fusion" and line.called else []
-        for each in inner:
-            if each.opcode == "dynamic-update-slice":
-                size -= nbytes(each.result) - self._size(each.operands[1])
+        for inner in self._fused(line):
+            if inner.opcode == "dynamic-update-slice":
+                size -= nbytes(inner.result) - self._size(inner.operands[1])
         return max(size, 0.0)
 
-    def _read(self, parameter: hlo.Instruction, inner: list[hlo.Instruction]) -> float:
-        users = [each for each in inner if parameter.name in each.operands]
-        if users and all(each.opcode in CUTS for each in users):
-            return float(sum(nbytes(each.result) for each in users))
-        if users and all(
-            each.opcode == "dynamic-update-slice" and each.operands[0] == parameter.name
-            for each in users
-        ):
+    def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
+        """The bytes of a fusion's parameter that are read."""
+        users = [inner for inner in fused if parameter.name in inner.operands]
+        if users and all(user.opcode in SLICES for user in users):
+            return float(sum(nbytes(user.result) for user in users))
+        if users and all(_updates(user, parameter) for user in users):
             return 0.0
         return float(nbytes(parameter.result))
 
@@ -128,8 +123,13 @@ class Costs:
         return nbytes(self.lines[name].result) if name in self.lines else 0
 
 
+def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
+    """Whether `user` writes into the array `parameter` in place, and reads nothing of it."""
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
+
+
 def nbytes(result: str) -> int:
-    """Bytes of a type as the text writes it, of all arrays of a tuple."""
+    """The bytes of a type in a program's text; of a tuple, the sum over its arrays."""
     bits = ((hlo.bits(dtype), dims) for dtype, dims in hlo.ARRAY.findall(result))
     return sum(size * math.prod(int(k) for k in dims.split(",") if k) // 8 for size, dims in bits)
 

@@ -1,15 +1,16 @@
-"""Messages between TPU slices, as a program's text has them: sends and receives through the host, which say what they do.
+"""Messages between TPU slices: a program's text writes them as sends and receives through the host.
 
-A program for several slices is one program for one of them. What its mesh lets cross is written as a pair of `send` and `recv`
-with the devices at both ends, slices counted from one: `100003->200003` is from device 3 of the first slice to device 3 of the
-second. Here each pair is made the collective that it stands for, over the devices of all slices, so that the rest need not know.
+A program for several slices is written for one of them. A collective between slices is a pair of
+`send` and `recv` with the devices at both ends, slices counted from one: `100003->200003` goes from
+device 3 of the first slice to device 3 of the second. This module replaces each pair by the
+collective that it stands for, over the devices of all slices. Other modules need not know of slices.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-SLICE = 100_000  # what a slice's number is multiplied by
+SLICE = 100_000  # a device's number is its slice's number times this, plus its place in the slice
 KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 PAIR = re.compile(r"\{(\d+)->(\d+)\}")
@@ -17,14 +18,14 @@ GRID = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 
 
 def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]]:
-    """The computations with each message between slices as a collective: "collective-permute" or "all-reduce".
+    """The computations, with each message between slices as a "collective-permute" or "all-reduce".
 
     Args:
-        computations: the instructions of each.
-        text: the program's; its head says how many devices a slice has.
+        computations: the instructions of each computation.
+        text: the text of the program, whose first line gives the devices of a slice.
 
     Raises:
-        ValueError: a collective between slices of another kind.
+        ValueError: a collective between slices is of another kind.
     """
     if "_xla_megascale_transfer_type" not in text:
         return computations
@@ -39,28 +40,32 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
         for line in lines
         if line.opcode == "send" and (found := RENDEZVOUS.search(line.attributes)) is not None
     }
-    made: dict[str, Any] = {}
+    starts: dict[str, Any] = {}
     for line in lines:
         if line.opcode == "recv" and (kind := KIND.search(line.attributes)):
-            made[line.name] = _collective(line, kind[1], sends, partitions)
-    found = []
-    for line in lines:
-        begun = made.get(line.operands[0]) if line.opcode == "recv-done" and line.operands else None
-        done = line._replace(opcode=begun.opcode.replace("-start", "-done")) if begun else line
-        found.append(made.get(line.name, done))
-    return found
+            starts[line.name] = _collective(line, kind[1], sends, partitions)
+    return [_with_collective(line, starts) for line in lines]
+
+
+def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
+    """A `recv` or `recv-done` as the start or end of its collective; any other line as it is."""
+    if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
+        start = starts[line.operands[0]]
+        return line._replace(opcode=start.opcode.replace("-start", "-done"))
+    return starts.get(line.name, line)
 
 
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
-    """A `recv` as the start of the collective; it waits for what its `send` takes."""
+    """A `recv` as the start of its collective, which waits for the operands of its `send`."""
     array = line.result.split(", u32[]", 1)[0]
     rendezvous = RENDEZVOUS.search(line.attributes)
-    operands = (
-        [sends[rendezvous[1]], *line.operands]
-        if rendezvous and rendezvous[1] in sends
-        else line.operands
-    )
-    place = lambda number: (int(number) // SLICE - 1) * partitions + int(number) % SLICE
+    operands = line.operands
+    if rendezvous and rendezvous[1] in sends:
+        operands = [sends[rendezvous[1]], *operands]
+
+    def place(number: str) -> int:
+        return (int(number) // SLICE - 1) * partitions + int(number) % SLICE
+
     grid = GRID.search(line.attributes)
     if kind == "ONE_TO_ONE":
         pairs = ",".join(f"{{{place(a)},{place(b)}}}" for a, b in PAIR.findall(line.attributes))
@@ -77,13 +82,13 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
             ",".join(str((int(k) - 1) * partitions + device) for k in slices)
             for device in range(first, last + 1)
         ]
-        attributes = (
-            f"replica_groups={{{','.join(f'{{{group}}}' for group in groups)}}}, {line.attributes}"
-        )
+        groups_text = ",".join(f"{{{group}}}" for group in groups)
+        attributes = f"replica_groups={{{groups_text}}}, {line.attributes}"
         return line._replace(
             opcode="all-reduce-start", result=array, operands=operands, attributes=attributes
         )
     raise ValueError(
-        f"This program has a collective between TPU slices that cannot be read, {kind} ({line.name}). Read are permutes, as the "
-        "package's rings send them, and lax.psum: move the data along that axis with ring(axis)."
+        f"This program has a collective between TPU slices that cannot be read: {kind} "
+        f"({line.name}). Permutes, as the package's rings send them, and lax.psum can be read. Use "
+        "ring(axis) along that axis."
     )

@@ -1,4 +1,4 @@
-"""Which line of a user's program an instruction comes from, by the tables that a compiled program's text carries."""
+"""The source line of an instruction, from the tables in a compiled program's text."""
 
 import re
 from collections.abc import Callable
@@ -11,40 +11,41 @@ OF_COLLECTIVES = "/parallax/collectives/"
 
 
 def read(text: str) -> Callable[[str], str]:
-    """A function from an instruction's attributes to "file:line", empty where the text does not say.
+    """A function from an instruction's attributes to "file:line", or "" if the text does not tell.
 
-    The frame is the innermost one outside of the package's collectives: who sends, not how.
+    The line is the innermost one outside of the package's collectives: the caller of a ring, not
+    the ring's own hop.
     """
     files: dict[str, str] = {}
     lines: dict[str, str] = {}
     frames: dict[str, tuple[str, str]] = {}
     table = ""
     for line in text.splitlines():
-        table = (
-            line if line in ("FileNames", "FileLocations", "StackFrames") else table if line else ""
-        )
-        if table == "FileNames" and (found := FILE.match(line)):
-            files[found[1]] = found[2]
-        elif table == "FileLocations" and (found := LOCATION.match(line)):
-            lines[found[1]] = f"{files[found[2]]}:{found[3]}"
-        elif table == "StackFrames" and (found := FRAME.match(line)):
-            # A parent is written one higher than its number, so that 1 is none.
-            frames[found[1]] = lines[found[2]], str(int(found[3] or 1) - 1)
+        if not line or line in ("FileNames", "FileLocations", "StackFrames"):
+            table = line
+        elif table == "FileNames" and (row := FILE.match(line)):
+            files[row[1]] = row[2]
+        elif table == "FileLocations" and (row := LOCATION.match(line)):
+            lines[row[1]] = f"{files[row[2]]}:{row[3]}"
+        elif table == "StackFrames" and (row := FRAME.match(line)):
+            # The text writes a parent's number plus one, and 1 for a frame without a parent.
+            frames[row[1]] = lines[row[2]], str(int(row[3] or 1) - 1)
     known: dict[str, str] = {}
 
     def line_of(attributes: str) -> str:
-        found = re.search(r"stack_frame_id=(\d+)", attributes)
-        if not found:
+        frame = re.search(r"stack_frame_id=(\d+)", attributes)
+        if frame is None:
             named = NAMED.search(attributes)
             return f"{named[1]}:{named[2]}" if named else ""
-        if found[1] not in known:
-            known[found[1]] = _outside(found[1], frames)
-        return known[found[1]]
+        if frame[1] not in known:
+            known[frame[1]] = _outside(frame[1], frames)
+        return known[frame[1]]
 
     return line_of
 
 
 def _outside(frame: str, frames: dict[str, tuple[str, str]]) -> str:
+    """The innermost line of a stack outside of the collectives; its first line if all are inside."""
     first, _ = frames.get(frame, ("", ""))
     while frame in frames:
         line, frame = frames[frame]
