@@ -1,14 +1,18 @@
-"""How long a scheduled program takes, by its compiler's own estimates: instructions in their order, messages beside them.
+"""The estimated time of a compiled program: its instructions in order, with messages beside them.
 
-    found = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
-    found.seconds, found.exposed, found.exposed_along["data"]
+    replay = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
+    replay.seconds, replay.exposed, replay.exposed_along["data"]
 
-The text of a program for TPUs or GPUs is in the order in which it runs. It is replayed here: each instruction takes the cycles
-that the TPU's compiler estimated, or its bytes and operations over a GPU's rates; a loop's body runs once a trip; a message
-begins at its start, waits for its links, each of which carries one message at a time, and its end waits for it. *Exposed* is the
-end of the replay less the end of the same with messages that take no time. It is an estimate, made of a compiler's estimates and
-of the rates in `parallax.hardware`: no measurement. Of stages with a job of their own each it has the jobs of one, and no wait for
-the dearest job of the others in a tick: that is a fold over the table (`schedule.compared`).
+The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
+order. An instruction takes the cycles that the TPU's compiler estimates, or its bytes and
+operations over a GPU's rates. A loop's body runs once for each trip. A message begins at its start
+instruction, waits until its links are free (a link carries one message at a time), and its done
+instruction waits for it. The *exposed* time is that of the replay less that of the same program
+with messages that take no time.
+
+This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
+measurement. Where each pipeline stage runs its own jobs, the replay has the jobs of one stage, and
+no wait for the slowest stage of a tick.
 """
 
 import math
@@ -22,19 +26,19 @@ import jax
 from parallax.compiled import hlo, links, seconds, sources
 from parallax.compiled.certificate import along
 
-SPEEDS = (0.5, 1.0, 2.0)  # of the links, at which every result is given
+SPEEDS = (0.5, 1.0, 2.0)  # the factors on the links' speed in `Timeline.at_speed`
 ASYNC = ("copy-start", "slice-start", "async-start")
 
 
 class Event(NamedTuple):
-    """Something that takes time.
+    """An instruction or message that takes time.
 
     Attributes:
         row: "compute", or the axes along which a message goes.
-        name: of the instruction.
-        start: in seconds.
-        stop: in seconds.
-        source: the line that it comes from.
+        name: the name of the instruction.
+        start: its start in seconds.
+        stop: its end in seconds.
+        source: its source line.
     """
 
     row: str
@@ -45,16 +49,16 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A replay.
+    """The result of a replay.
 
     Attributes:
-        seconds: of the program.
-        compute: of the same with messages that take no time.
-        exposed_along: for each set of axes, how much earlier the program ends if the messages along it take no time.
+        seconds: the time of the program.
+        compute: the time of the program with messages that take no time.
+        exposed_along: for each set of axes, the seconds saved if messages along it took no time.
         at_speed: the seconds at half, once and twice the links' speed.
-        waits: seconds that instructions wait for messages, by the line that sends.
-        events: of the replay, in order.
-        unbounded: loops whose trips are not known, which count as one.
+        waits: the seconds that instructions wait for messages, by the source line that sends.
+        events: the events of the replay in order.
+        unbounded: the number of loops of unknown length, which count as one trip.
     """
 
     seconds: float
@@ -67,7 +71,7 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds that messages add."""
+        """The seconds that messages add."""
         return self.seconds - self.compute
 
 
@@ -82,14 +86,14 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is one of another backend, or of another number of devices.
+        ValueError: the program is for another backend or for another number of devices.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     if math.prod(axes.values()) != len(machine.places):
         raise ValueError(
-            f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; got {dict(axes)}. Pass the "
-            "shape of the mesh that the program was compiled for."
+            f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; "
+            f"got {dict(axes)}. Pass the shape of the mesh that the program was compiled for."
         )
     check_backend(text, machine.hardware.platform)
     program = hlo.module(text)
@@ -113,39 +117,38 @@ def of(
 
 
 def check_backend(text: str, platform: str) -> None:
-    """Refuse with a `ValueError` the text of a program that was not compiled for `platform`, "tpu" or "cuda"."""
-    found = (
-        "tpu"
-        if '"estimated_cycles"' in text or ":T(" in text[:200_000]
-        else "cuda"
-        if "operation_queue_id" in text
-        else "cpu"
-    )
-    if found != platform:
+    """Raises a `ValueError` unless the program was compiled for `platform`, "tpu" or "cuda"."""
+    backend = "cpu"
+    if '"estimated_cycles"' in text or ":T(" in text[:200_000]:
+        backend = "tpu"
+    elif "operation_queue_id" in text:
+        backend = "cuda"
+    if backend != platform:
         raise ValueError(
-            f"timeline needs a program compiled for {platform}; this one was compiled for {found}. Compile the step with "
-            "targets.compile for the machine that it is read for."
+            f"timeline needs a program compiled for {platform}; this one was compiled for "
+            f"{backend}. Compile the step with targets.compile for the machine that it is read for."
         )
 
 
 def _body(loop: hlo.Instruction) -> str:
-    return next(
-        name
-        for key, names in hlo.CALLED.findall(loop.attributes)
-        if key == "body"
-        for name in [names.strip("%, ")]
-    )
+    """The name of a loop's body."""
+    called = dict(hlo.CALLED.findall(loop.attributes))
+    return called["body"].strip("%, ")
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """How often a loop turns now; of one trip or none, as often in all as its name says."""
-    known = dict(loop.called)[_body(loop)]
-    if known or not loop.counted:
-        return max(known, 1)
+    """The trips of a loop in this run of it.
+
+    A loop with a mean of less than one trip (`Instruction.counted`) runs whenever its sum has
+    reached the next whole trip.
+    """
+    stated = dict(loop.called)[_body(loop)]
+    if stated or not loop.counted:
+        return max(stated, 1)
     state.due[loop.name] = state.due.get(loop.name, 0) + loop.counted
-    now = int(state.due[loop.name])
-    state.due[loop.name] -= now
-    return now
+    trips = int(state.due[loop.name])
+    state.due[loop.name] -= trips
+    return trips
 
 
 def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
@@ -153,7 +156,7 @@ def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
 
 
 class _Message(NamedTuple):
-    """A collective on this machine."""
+    """A collective on this machine: its axes, the seconds on each link, and the delay in all."""
 
     row: str
     busy: dict[links.Link, float]
@@ -161,7 +164,7 @@ class _Message(NamedTuple):
 
 
 class _Replay:
-    """A program with what each of its instructions takes."""
+    """A program with the time of each of its instructions."""
 
     def __init__(
         self,
@@ -183,7 +186,14 @@ class _Replay:
         events: list[Event] | None = None,
         waits: Counter | None = None,
     ) -> float:
-        """The seconds of the program with links of `speed`, infinite for messages that take no time."""
+        """The seconds of the program with links of `speed`; `math.inf` makes messages free.
+
+        Args:
+            speed: a factor on the links' speed.
+            without: the axes along which messages are free.
+            events: a list to append the events to.
+            waits: a counter to add the waits to.
+        """
         state = SimpleNamespace(
             now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits
         )
@@ -210,9 +220,9 @@ class _Replay:
     ) -> None:
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
-        stops = [self._send(each, source, state) for each in sent]
+        stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
-            if not sent:  # a copy between the memories of a chip
+            if not sent:  # A copy between two memories of a chip.
                 begin = max(state.now, state.free.get("memory", 0.0))
                 state.free["memory"] = begin + self.costs.of(line)
                 stops = [state.free["memory"]]
@@ -221,15 +231,8 @@ class _Replay:
         taken = 0.0 if line.collective else self.costs.of(line)
         if taken:
             if state.events is not None:
-                state.events.append(
-                    Event(
-                        "compute",
-                        line.name,
-                        state.now,
-                        state.now + taken,
-                        self.lines(line.attributes),
-                    )
-                )
+                stop, place = state.now + taken, self.lines(line.attributes)
+                state.events.append(Event("compute", line.name, state.now, stop, place))
             state.now += taken
         if stops:
             self._wait(max(stops), source, state)
@@ -241,12 +244,12 @@ class _Replay:
             state.now = until
 
     def _collectives(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """The instruction if it is a collective, or those that XLA fused into it."""
+        """The instruction itself if it is a collective, else the collectives fused into it."""
+        if line.collective:
+            return [line]
         if line.name not in self.inside:
-            inner = [each for name, _ in line.called for each in self.program[name]]
-            self.inside[line.name] = (
-                [line] if line.collective else [each for each in inner if each.collective]
-            )
+            fused = [inner for name, _ in line.called for inner in self.program[name]]
+            self.inside[line.name] = [inner for inner in fused if inner.collective]
         return self.inside[line.name]
 
     def _message(self, line: hlo.Instruction) -> _Message:
@@ -258,7 +261,7 @@ class _Replay:
         return self.known[line.name]
 
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
-        """When a message that begins now has come."""
+        """The time at which a message that begins now has arrived."""
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
             return state.now

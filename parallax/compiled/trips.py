@@ -72,10 +72,9 @@ class Computations(NamedTuple):
             case "constant":
                 digits = re.match(r"-?\d+(?=,|$)", line.attributes)
                 value = Number(int(digits[0])) if digits else None
-            case "parameter" if arguments is None:
-                value = State()
             case "parameter":
-                value = arguments[int(line.attributes.split(",")[0])]
+                number = int(line.attributes.split(",")[0])
+                value = State() if arguments is None else arguments[number]
             case "get-tuple-element":
                 value = self._element(where, line, operand(0), arguments)
             case "add" | "subtract" if len(line.operands) == 2:
