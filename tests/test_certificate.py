@@ -359,7 +359,7 @@ def test_parse_refuses_a_loop_of_unknown_length():
     with pytest.raises(
         ValueError,
         match=(
-            r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Take "
+            r"hlo\.parse needs to know how often .* number of trips XLA does not know\. Use "
             r"hlo\.runs"
         ),
     ):
