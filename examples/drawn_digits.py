@@ -19,7 +19,7 @@ def draw(number: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     labels."""
     rows = [line.split() for line in GLYPHS.split("\n") if line]
     glyphs = np.array(
-        [[[dot == ("#") for dot in row[digit]] for row in rows] for digit in range(10)]
+        [[[dot == "#" for dot in row[digit]] for row in rows] for digit in range(10)]
     )
     _, height, width = glyphs.shape
 

@@ -97,21 +97,18 @@ def run(
         start = time.perf_counter()
         for i in range(steps):
             batch = learn.batch(0, epoch * steps + i, BATCH)
-            state, _ = jax.block_until_ready(
-                train(state, batch)
-            )  # virtual devices share threads
+            # Virtual devices share threads, so a step ends before the next one begins.
+            state, _ = jax.block_until_ready(train(state, batch))
         seconds.append(time.perf_counter() - start)
-        curve.append(
-            float(accuracy(jax.device_put(state.model, jax.devices()[0]), *held_out))
-        )
+        model = jax.device_put(state.model, jax.devices()[0])
+        curve.append(float(accuracy(model, *held_out)))
     return curve, float(np.median(seconds))
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update(
-        "jax_enable_x64", True
-    )  # in float32, rounding alone may turn a digit that is in doubt
+    # In float32, rounding alone may turn a digit that is in doubt.
+    jax.config.update("jax_enable_x64", True)
     learn, held_out = digits.load(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
     print(
         f"{len(learn.labels):,} digits to learn, {len(held_out.labels)} held out; "
@@ -120,21 +117,22 @@ if __name__ == "__main__":
     curves, seconds = {}, {}
     for n in (1, 2, 8):
         curves[n], seconds[n] = run(n, learn, held_out)
-        shown = (", ").join(
+        shown = ", ".join(
             f"{epoch}: {curves[n][epoch - 1]:.2%}" for epoch in (1, 4, 8, 16, EPOCHS)
         )
         print(
             f"devices: {n}  test accuracy after epoch {shown}; "
             f"{seconds[n]:.2f} s per epoch"
         )
-    apart = max(
-        abs(a - b) for n in (2, 8) for a, b in zip(curves[1], curves[n], strict=True)
+    expected = np.array(curves[1])
+    difference = max(np.abs(np.array(curves[n]) - expected).max() for n in (2, 8))
+    names = {1: "1 device", 2: "2 devices", 8: "8 devices"}
+    path = pictures.curves(
+        "lenet/accuracy",
+        {names[n]: curve for n, curve in curves.items()},
+        {names[n]: median for n, median in seconds.items()},
     )
-    named = lambda values: {
-        f"{n} device{'s'[: n > 1]}": value for n, value in values.items()
-    }
-    path = pictures.curves("lenet/accuracy", named(curves), named(seconds))
     print(
-        f"The curves of 2 and of 8 devices differ from that of one by {apart:.1e} at "
-        f"most. The picture is {path}."
+        f"The curves of 2 and of 8 devices differ from that of one by {difference:.1e} "
+        f"at most. The picture is {path}."
     )

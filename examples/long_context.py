@@ -82,19 +82,16 @@ def memory(lengths):
 def balance():
     """Blocks of scores that each device of four computes, and how many of them a causal
     sequence needs."""
-    for name, order in {
-        "zigzag": context.zigzag,
-        "contiguous": context.contiguous,
-    }.items():
+    orders = {"zigzag": context.zigzag, "contiguous": context.contiguous}
+    for name, order in orders.items():
         table = context.block_pairs(order, 4)
-        diagonal = table.chunks / 2  # half of a block on the diagonal is needed
-        of = lambda i, t=table, d=diagonal: (
-            d + t.own.shape[1] + int(t.hops[:, i, :, 2].sum())
-        )
-        needed = ", ".join(f"{of(i):g}" for i in range(4))
+        # Half of a block on the diagonal is needed.
+        local = table.chunks / 2 + table.own.shape[1]
+        needed = [local + int(table.hops[:, i, :, 2].sum()) for i in range(4)]
+        blocks = ", ".join(f"{number:g}" for number in needed)
         print(
             f"{name}: every device computes {table.blocks} blocks, of which the four "
-            f"need {needed}"
+            f"need {blocks}"
         )
 
 
@@ -102,10 +99,12 @@ def train(T, steps):
     """The recipe over context 4 x data 2."""
     layout, text = Layout(data=2, context=4, zero=1), tokens()
     step = prepared(layout, T, 2, optax.adamw(1e-2))
-    windows = lambda number: data.batch(text, seed=0, step=number, size=2, length=T)
-    numbers = np.concatenate(
-        [np.asarray(SPEECHES(jnp.asarray(windows(number)))) for number in range(steps)]
-    )
+
+    def windows(number):
+        return data.batch(text, seed=0, step=number, size=2, length=T)
+
+    all_windows = [jnp.asarray(windows(number)) for number in range(steps)]
+    numbers = np.concatenate([np.asarray(SPEECHES(batch)) for batch in all_windows])
     print(f"Layout {layout}: {T // 4:,} tokens of each sequence on a device")
     print(
         f"{1 - documents.visible_share(numbers):.1%} of the pairs that are computed "
@@ -120,7 +119,7 @@ def train(T, steps):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help=("short sequences, to see that it runs")
+        "--quick", action="store_true", help="short sequences, to see that it runs"
     )
     quick = parser.parse_args().quick
     jax.config.update("jax_num_cpu_devices", 8)

@@ -30,7 +30,7 @@ def curves(
     left.set(
         xlabel="epochs",
         ylabel="test accuracy (%)",
-        title=("one curve over the other"),
+        title="one curve over the other",
     )
     left.legend(frameon=False, loc="lower right")
     left.grid(alpha=0.25)
@@ -132,7 +132,7 @@ def _subplots(*arguments, **options):
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            'The pictures are drawn by matplotlib: pip install -e ".[examples]".'
+            'The pictures are drawn by matplotlib: pip install -e ".[draw]".'
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

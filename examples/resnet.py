@@ -136,7 +136,10 @@ def is_statistics(leaf):
 def trainable_of(model):
     """Says of each leaf whether it is trained: all numbers, but the running
     statistics."""
-    is_trained = lambda leaf: False if is_statistics(leaf) else eqx.is_inexact_array
+
+    def is_trained(leaf):
+        return False if is_statistics(leaf) else eqx.is_inexact_array
+
     return jax.tree.map(is_trained, model, is_leaf=is_statistics)
 
 

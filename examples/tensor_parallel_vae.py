@@ -80,13 +80,24 @@ def loss(model, batch, axis=()):
     return jnp.mean(pixels + divergence)
 
 
+def flat(images):
+    return jnp.asarray(images, float).reshape(-1, PIXELS)
+
+
+def decoded(model, codes):
+    return jax.nn.sigmoid(model.decoder(codes, ())).reshape(-1, 8, 8)
+
+
+def largest_difference(model, other):
+    leaves = zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in leaves)
+
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update(
-        "jax_enable_x64", True
-    )  # so that a difference would be a mistake, and not rounding
+    # In float64 a difference is a mistake, and not rounding.
+    jax.config.update("jax_enable_x64", True)
     learn, held_out = digits.load()
-    flat = lambda images: jnp.asarray(images, float).reshape(-1, PIXELS)
     devices, optimizer = mesh.make(data=4, tensor=2), optax.adam(2e-3)
     make_model = functools.partial(VAE, jax.random.key(0))
     split = {
@@ -105,49 +116,41 @@ if __name__ == "__main__":
         in_specs=(specs, P("data")),
         out_specs=(specs, P()),
     )
-    train, train_alone = (
-        jax.jit(train),
-        jax.jit(step.make(jax.value_and_grad(loss), optimizer)),
-    )
+    train = jax.jit(train)
+    train_alone = jax.jit(step.make(jax.value_and_grad(loss), optimizer))
+
     alone = jax.device_put(state, jax.devices()[0])
     print("nats a digit     8 devices      1 device    difference")
-    apart = []
+    differences = []
     for i in range(STEPS):
         images, _ = learn.batch(0, i, BATCH)
         batch = flat(images), jax.random.normal(jax.random.key(i), (BATCH, LATENT))
-        state, info = jax.block_until_ready(
-            train(state, batch)
-        )  # virtual devices share threads
+        # Virtual devices share threads, so a step ends before the next one begins.
+        state, info = jax.block_until_ready(train(state, batch))
         alone, info_alone = train_alone(alone, batch)
-        apart.append(abs(float(info.loss) / float(info_alone.loss) - 1))
+        differences.append(abs(float(info.loss) / float(info_alone.loss) - 1))
         if (i + 1) % 100 == 0 or i == 0:
             print(
                 f"step {i + 1:3d}     {info.loss:12.8f}  {info_alone.loss:12.8f}       "
-                f"{apart[-1]:.1e}"
+                f"{differences[-1]:.1e}"
             )
-    model, shown = jax.device_put(state.model, jax.devices()[0]), held_out.images[:14]
-    weights = jax.tree.map(
-        lambda a, b: float(jnp.max(jnp.abs(a - b))), model, alone.model
-    )
+    model = jax.device_put(state.model, jax.devices()[0])
     print(
-        f"The loss on 8 devices is that on one: {max(apart):.1e} of it apart at most, "
-        f"in {STEPS} steps of training;"
+        f"The loss on 8 devices is that on one: {max(differences):.1e} of it apart at "
+        f"most, in {STEPS} steps of training;"
     )
     print(
         "after them the weights, some of which are about 1, are "
-        f"{max(jax.tree.leaves(weights)):.1e} apart at most."
+        f"{largest_difference(model, alone.model):.1e} apart at most."
     )
-    drawn = lambda codes: jax.nn.sigmoid(model.decoder(codes, ())).reshape(-1, 8, 8)
-    codes, noise = (
-        model.encoder(flat(shown), ())[:, :LATENT],
-        jax.random.normal(jax.random.key(1), (len(shown), LATENT)),
-    )
+
+    shown = held_out.images[:14]
+    codes = model.encoder(flat(shown), ())[:, :LATENT]
+    noise = jax.random.normal(jax.random.key(1), (len(shown), LATENT))
     rows = {
         "held-out digits": shown,
-        "encoded and decoded": drawn(codes),
-        "decoded from noise": drawn(noise),
+        "encoded and decoded": decoded(model, codes),
+        "decoded from noise": decoded(model, noise),
     }
-    print(
-        "Digits, what is left of them, and new ones are in "
-        f"{pictures.images('tensor_parallel_vae/digits', rows)}."
-    )
+    path = pictures.images("tensor_parallel_vae/digits", rows)
+    print(f"Digits, what is left of them, and new ones are in {path}.")

@@ -22,14 +22,8 @@ from jax.sharding import PartitionSpec as P
 from parallax import compiled, grads, mesh, pipeline, rules, schedule, tensor
 from parallax.collectives import cost, ring
 
-N, LAYERS, WIDTH, HIDDEN, ROWS, M = (
-    8,
-    8,
-    64,
-    256,
-    128,
-    16,
-)  # N devices, M microbatches for the pipeline
+N, MICROBATCHES = 8, 16  # devices, and microbatches for the pipeline
+LAYERS, WIDTH, HIDDEN, ROWS = 8, 64, 256, 128
 
 
 class Net(eqx.Module):
@@ -41,142 +35,145 @@ class Net(eqx.Module):
 
 
 def embed(net, part):
-    return part[0] @ net.embed
+    inputs, _ = part
+    return inputs @ net.embed
 
 
-def stage(
-    net, x, part, position, axis=()
-):  # `axis`: the devices that share each layer; (): nobody does
-    def layer(x, w):
-        hidden = jnp.tanh(tensor.column(x, w["up"], None, axis))
-        return x + tensor.row(hidden, w["down"], None, axis), None
+def stage(net, x, part, position, axis=()):
+    """The layers; the devices of `axis` share each of them."""
+
+    def layer(x, weights):
+        hidden = jnp.tanh(tensor.column(x, weights["up"], None, axis))
+        return x + tensor.row(hidden, weights["down"], None, axis), None
 
     return jax.lax.scan(layer, x, net.blocks)[0]
 
 
 def head(net, x, part):
-    return jnp.mean((x @ net.out - part[1]) ** 2)
+    _, targets = part
+    return jnp.mean((x @ net.out - targets) ** 2)
 
 
 def loss(net, batch, axis=()):
-    return pipeline.unpipelined(embed, functools.partial(stage, axis=axis), head)(
-        net, batch
-    )
+    whole_stage = functools.partial(stage, axis=axis)
+    return pipeline.unpipelined(embed, whole_stage, head)(net, batch)
 
 
-GRADS = {  # the same arrow, (net, batch) -> (loss, gradients), three times
+# The same gradient function, (net, batch) -> (loss, gradients), three times.
+PLAN = schedule.one_f_one_b_lockstep(N, MICROBATCHES)
+GRADS = {
     "data": grads.averaged(jax.value_and_grad(loss), ring("data")),
     "tensor": jax.value_and_grad(functools.partial(loss, axis=ring("tensor"))),
-    "stage": pipeline.value_and_grad(
-        embed, stage, head, schedule.one_f_one_b_lockstep(N, M), ring("stage")
-    ),
+    "stage": pipeline.value_and_grad(embed, stage, head, PLAN, ring("stage")),
 }
-UP, DOWN, WHOLE = (
-    P(None, None, None, "tensor"),
-    P(None, None, "tensor"),
-    rules.match("**", P()),
-)
-HELD = {  # by each device, in words and as a rule for the weights
-    "data": ("the whole net, 16 of 128 rows", WHOLE),
-    "tensor": (
-        "1/8 of each layer",
-        rules.first(
-            rules.match("blocks.up", UP), rules.match("blocks.down", DOWN), WHOLE
-        ),
+
+# The weights that a device has, as a rule and in words.
+WHOLE = rules.match("**", P())
+RULES = {
+    "data": WHOLE,
+    "tensor": rules.first(
+        rules.match("blocks.up", P(None, None, None, "tensor")),
+        rules.match("blocks.down", P(None, None, "tensor")),
+        WHOLE,
     ),
-    "stage": (
-        "one of the 8 layers",
-        rules.first(rules.match("blocks.*", P(None, "stage")), WHOLE),
-    ),
+    "stage": rules.first(rules.match("blocks.*", P(None, "stage")), WHOLE),
+}
+WORDS = {
+    "data": "the whole net, 16 of 128 rows",
+    "tensor": "1/8 of each layer",
+    "stage": "one of the 8 layers",
 }
 
 
 def predicted(net: Net) -> dict[str, int]:
     """The bytes that a device sends in one pass, by formula."""
-    summed = lambda tree: sum(
-        cost.of(ring.all_reduce, leaf.nbytes, N, itemsize=8).sent
-        for leaf in jax.tree.leaves(tree)
-    )
-    value, x = (
-        jnp.zeros(()),
-        jnp.zeros((ROWS, WIDTH)),
-    )  # the loss, and what goes from layer to layer
-    stages = 2 * (M + N - 1) * x.nbytes // M + summed(
-        (value, net.embed, net.out)
-    )  # microbatches to and fro, and what all have
+
+    def summed(tree):
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(tree)]
+        return sum(cost.of(ring.all_reduce, n, N, itemsize=8).sent for n in sizes)
+
+    value, x = jnp.zeros(()), jnp.zeros((ROWS, WIDTH))
+    # Microbatches go to and fro; the loss and the ends of the net are on all stages.
+    activations = 2 * (MICROBATCHES + N - 1) * x.nbytes // MICROBATCHES
     return {
         "data": summed((value, net)),
         "tensor": 2 * LAYERS * summed(x),
-        "stage": stages,
+        "stage": activations + summed((value, net.embed, net.out)),
     }
 
 
-if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", N)
-    jax.config.update(
-        "jax_enable_x64", True
-    )  # so that a difference would be a mistake, and not rounding
-    normal = lambda i, *shape: (
-        jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
-    )
+def make_net() -> Net:
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape) / shape[-2] ** 0.5
+
     blocks = {
         "up": normal(1, 1, LAYERS, WIDTH, HIDDEN),
         "down": normal(2, 1, LAYERS, HIDDEN, WIDTH),
     }
-    net, inputs = (
-        Net(normal(0, 16, WIDTH), blocks, normal(3, WIDTH, 4)),
-        jax.random.normal(jax.random.key(4), (ROWS, 16)),
+    return Net(normal(0, 16, WIDTH), blocks, normal(3, WIDTH, 4))
+
+
+def bytes_on_a_device(tree) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def largest_difference(gradients, expected) -> float:
+    """The largest difference, as a share of the largest number of its leaf."""
+
+    def relative(a, b):
+        return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
+
+    return max(jax.tree.leaves(jax.tree.map(relative, gradients, expected)))
+
+
+def split(axis, net, batch, expected):
+    """Split the net along `axis`, and print what a device holds and sends."""
+    sizes: dict[str, Any] = {axis: N}
+    devices = mesh.make(**sizes)
+    specs = rules.specs(net, RULES[axis], devices)
+    rows = P("data") if axis == "data" else P()
+
+    placed_net = mesh.place(net, specs, devices)
+    placed_batch = mesh.place(batch, rows, devices)
+    program: Any = mesh.spmd(
+        GRADS[axis], mesh=devices, in_specs=(specs, rows), out_specs=(P(), specs)
     )
-    batch = inputs, jnp.sin(inputs[:, :4])
-    alone = jax.jit(jax.value_and_grad(loss))(net, batch)
-    size = lambda tree: sum(
-        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
+    program = jax.jit(program).lower(placed_net, placed_batch).compile()
+    value, gradients = jax.block_until_ready(program(placed_net, placed_batch))
+
+    weights = bytes_on_a_device(placed_net) / 1e6
+    temporary = program.memory_analysis().temp_size_in_bytes / 1e6
+    entries = compiled.certificate.read(program, devices)
+    sent = sum(entry.bytes for entry in entries)
+    collectives = ", ".join(
+        f"{entry.count} {entry.kind}s, {entry.hops} one after another"
+        for entry in entries
     )
+    difference = largest_difference(gradients, expected)
     print(
-        f"A net of {LAYERS} layers, {size(net) / 1e6:.2f} MB in float64, {ROWS} rows. "
-        f"One device: loss {alone[0]:.15f}"
+        f"\nsplit over {N} devices along {axis!r}: loss {value:.15f}\n"
+        f"  each holds   {WORDS[axis]}: {weights:.2f} MB of weights; it works in "
+        f"{temporary:.2f} MB\n"
+        f"  each sends   {predicted(net)[axis]:,} bytes by formula; {sent:,} in the "
+        "compiled program,\n"
+        f"               {collectives}\n"
+        f"  gradients    differ from one device's by {difference:.1e} of the largest "
+        "in a leaf, at most"
     )
-    for axis, grad in GRADS.items():
-        sizes: dict[str, Any] = {axis: N}
-        devices, rows, (words, rule) = (
-            mesh.make(**sizes),
-            P("data") if axis == "data" else P(),
-            HELD[axis],
-        )
-        specs = rules.specs(net, rule, devices)
-        held = mesh.place(net, specs, devices), mesh.place(batch, rows, devices)
-        program: Any = jax.jit(
-            mesh.spmd(
-                grad, mesh=devices, in_specs=(specs, rows), out_specs=(P(), specs)
-            )
-        )
-        program = program.lower(*held).compile()
-        value, gradients = jax.block_until_ready(program(*held))
-        apart = jax.tree.map(
-            lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))),
-            gradients,
-            alone[1],
-        )
-        moved, worked = (
-            compiled.certificate.read(program, devices),
-            program.memory_analysis().temp_size_in_bytes,
-        )
-        print(f"\nsplit over {N} devices along {axis!r}: loss {value:.15f}")
-        print(
-            f"  each holds   {words}: {size(held[0]) / 1e6:.2f} MB of weights; it "
-            f"works in {worked / 1e6:.2f} MB"
-        )
-        print(
-            f"  each sends   {predicted(net)[axis]:,} bytes by formula; "
-            f"{sum(e.bytes for e in moved):,} in the compiled program,"
-        )
-        print(
-            "               "
-            + ", ".join(
-                f"{e.count} {e.kind}s, {e.hops} one after another" for e in moved
-            )
-        )
-        print(
-            "  gradients    differ from one device's by "
-            f"{max(jax.tree.leaves(apart)):.1e} of the largest in a leaf, at most"
-        )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", N)
+    # In float64 a difference is a mistake, and not rounding.
+    jax.config.update("jax_enable_x64", True)
+
+    net = make_net()
+    inputs = jax.random.normal(jax.random.key(4), (ROWS, 16))
+    batch = inputs, jnp.sin(inputs[:, :4])
+    value, expected = jax.jit(jax.value_and_grad(loss))(net, batch)
+    print(
+        f"A net of {LAYERS} layers, {bytes_on_a_device(net) / 1e6:.2f} MB in float64, "
+        f"{ROWS} rows. One device: loss {value:.15f}"
+    )
+    for axis in GRADS:
+        split(axis, net, batch, expected)

@@ -22,20 +22,19 @@ from jax.sharding import PartitionSpec as P
 from parallax import grads, lint, mesh, rules, tensor
 from parallax.collectives import ring, send_next
 
-STEPS, RATE, PATIENCE = (
-    200,
-    0.1,
-    5.0,
-)  # of training, and seconds to wait for what will not come
-BY_HAND = {
-    "up": P(None, "data"),
-    "down": P("data"),
-}  # specs that are written by hand are looked at by nobody
-forward = lambda net, x: jnp.tanh(x @ net["up"]) @ net["down"]
+STEPS, RATE = 200, 0.1
+PATIENCE = 5.0  # seconds to wait for a message that does not come
+# Nobody checks specs that are written by hand.
+BY_HAND = {"up": P(None, "data"), "down": P("data")}
+
+
+def forward(net, x):
+    return jnp.tanh(x @ net["up"]) @ net["down"]
 
 
 def loss(net, batch):
-    return jnp.mean((forward(net, batch[0]) - batch[1]) ** 2)
+    x, targets = batch
+    return jnp.mean((forward(net, x) - targets) ** 2)
 
 
 def trained(grad, specs, net, batch):
@@ -46,20 +45,18 @@ def trained(grad, specs, net, batch):
         value, gradients = grad(net, batch)
         return jax.tree.map(lambda w, g: w - RATE * g, net, gradients), value
 
-    step = jax.jit(
-        mesh.spmd(
-            step, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
-        )
+    step = mesh.spmd(
+        step, mesh=devices, in_specs=(specs, P("data")), out_specs=(specs, P())
     )
+    step = jax.jit(step)
     for _ in range(STEPS):
-        net, value = jax.block_until_ready(
-            step(net, batch)
-        )  # virtual devices share threads
+        # Virtual devices share threads, so a step ends before the next one begins.
+        net, value = jax.block_until_ready(step(net, batch))
     return float(value), jax.device_put(net, jax.devices()[0])
 
 
 def refusal(f, *arguments) -> str:
-    """What the `ValueError` says that `f` raises."""
+    """The message of the `ValueError` that `f` raises."""
     try:
         f(*arguments)
     except ValueError as error:
@@ -67,12 +64,103 @@ def refusal(f, *arguments) -> str:
     raise AssertionError("It was not refused.")
 
 
-def tell(title: str, **said: str) -> None:
-    lines = [
-        textwrap.fill(f"  {name:<8}{text}", 118, subsequent_indent=10 * " ")
-        for name, text in said.items()
-    ]
-    print(title, *lines, "", sep="\n", flush=True)
+def tell(title: str, **texts: str) -> None:
+    print(title)
+    for name, text in texts.items():
+        print(textwrap.fill(f"  {name:<8}{text}", 118, subsequent_indent=10 * " "))
+    print(flush=True)
+
+
+def weights_over_the_data_axis(net, batch):
+    reported, learnt = trained(averaged, BY_HAND, net, batch)
+    rule = rules.first(*(rules.match(name, spec) for name, spec in BY_HAND.items()))
+    tell(
+        "1. Weights split over the data axis",
+        harm=f"training reports a loss of {reported:.3f}; the net that it made has "
+        f"{loss(learnt, batch):.3f}.",
+        caught=refusal(rules.specs, net, rule, devices),
+        why="Each replica trained 8 of the 64 hidden units alone, on rows of its own. "
+        "Ask rules.specs for the specs.",
+    )
+
+
+def rows_and_weights_over_one_axis(net, x):
+    def split(f):
+        specs = {"in_specs": (BY_HAND, P("data")), "out_specs": P()}
+        return jax.jit(mesh.spmd(f, mesh=devices, **specs))
+
+    def summed(net, x):
+        return ring.all_reduce(forward(net, x), "data")
+
+    def column(net, x):
+        return tensor.column(x, net["up"], None, ring("data"))
+
+    wrong, right = split(summed)(net, x), forward(net, x)[:32]
+    difference = jnp.linalg.norm(wrong - right) / jnp.linalg.norm(right)
+    tell(
+        "2. Rows and weights split over one axis",
+        harm=f"256 rows go in and {len(wrong)} come out, which are {difference:.0%} "
+        "off the right ones.",
+        caught=refusal(split(column), net, x),
+        why="Parts of 8 different rows were added up. Rows on an axis of their own, "
+        "weights on another: data x tensor.",
+    )
+
+
+def a_sum_for_a_mean(net, batch):
+    def summed_gradient(net, batch):
+        return lax.pmean(jax.value_and_grad(loss)(net, batch), "data")
+
+    once = mesh.spmd(
+        summed_gradient, mesh=devices, in_specs=(P(), P("data")), out_specs=P()
+    )
+    _, gradients = jax.jit(once)(net, batch)
+    right = jax.grad(loss)(net, batch)
+    times = jnp.linalg.norm(gradients["up"]) / jnp.linalg.norm(right["up"])
+    wrong_loss, _ = trained(summed_gradient, P(), net, batch)
+    right_loss, _ = trained(averaged, P(), net, batch)
+    tell(
+        "3. A sum where a mean belongs",
+        harm=f"the gradient is {times:.1f} times that of one device, and the loss ends "
+        f"at {wrong_loss:.3f} instead of {right_loss:.3f}.",
+        caught=lint.program(once, net, batch)[0].harm,
+        why="The weights are the same on all devices, so jax.grad sums over them "
+        "already, and the mean of 8 equal sums is the sum. grads.averaged keeps "
+        "gradients local until it takes their mean.",
+    )
+
+
+def a_collective_on_some_devices(x):
+    def send(x):
+        return send_next(x, "data")
+
+    def keep(x):
+        return x
+
+    def on_some(x):
+        return lax.cond(lax.axis_index("data") < 4, send, keep, x)
+
+    on_some = mesh.spmd(
+        on_some, mesh=devices, in_specs=(P("data"),), out_specs=P("data")
+    )
+    compiled = jax.jit(on_some).lower(x).compile()
+
+    def run():
+        jax.block_until_ready(compiled(x))
+
+    waiting = threading.Thread(target=run, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE)
+    end = "it had come back, with numbers that mean nothing"
+    if waiting.is_alive():
+        end = "it still waits, and always will"
+    tell(
+        "4. A collective that only some devices reach",
+        harm=f"after {PATIENCE:.0f} s {end}.",
+        caught=lint.program(on_some, x)[0].harm,
+        why="A permute waits for all devices of the program, whoever its message is "
+        "for. Run it on all, and mask with jnp.where.",
+    )
 
 
 if __name__ == "__main__":
@@ -87,93 +175,8 @@ if __name__ == "__main__":
     batch = x, jnp.sin(x[:, :1])
     averaged = grads.averaged(jax.value_and_grad(loss), ring("data"))
 
-    reported, made = trained(averaged, BY_HAND, net, batch)
-    rule = rules.first(*(rules.match(name, spec) for name, spec in BY_HAND.items()))
-    harm = (
-        f"training reports a loss of {reported:.3f}; the net that it made has "
-        f"{loss(made, batch):.3f}."
-    )
-    why = (
-        "Each replica trained 8 of the 64 hidden units alone, on rows of its own. Ask "
-        "rules.specs for the specs."
-    )
-    tell(
-        "1. Weights split over the data axis",
-        harm=harm,
-        caught=refusal(rules.specs, net, rule, devices),
-        why=why,
-    )
-
-    split = lambda f: jax.jit(
-        mesh.spmd(f, mesh=devices, in_specs=(BY_HAND, P("data")), out_specs=P())
-    )
-    wrong, right = (
-        split(lambda net, x: ring.all_reduce(forward(net, x), "data"))(net, x),
-        forward(net, x)[:32],
-    )
-    column = lambda net, x: tensor.column(x, net["up"], None, ring("data"))
-    off = jnp.linalg.norm(wrong - right) / jnp.linalg.norm(right)
-    harm = (
-        f"256 rows go in and {len(wrong)} come out, which are {off:.0%} off the right "
-        "ones."
-    )
-    why = (
-        "Parts of 8 different rows were added up. Rows on an axis of their own, "
-        "weights on another: data x tensor."
-    )
-    tell(
-        "2. Rows and weights split over one axis",
-        harm=harm,
-        caught=refusal(split(column), net, x),
-        why=why,
-    )
-
-    meant = lambda net, batch: lax.pmean(jax.value_and_grad(loss)(net, batch), "data")
-    once = mesh.spmd(meant, mesh=devices, in_specs=(P(), P("data")), out_specs=P())
-    times = jnp.linalg.norm(jax.jit(once)(net, batch)[1]["up"]) / jnp.linalg.norm(
-        jax.grad(loss)(net, batch)["up"]
-    )
-    harm = (
-        f"the gradient is {times:.1f} times that of one device, and the loss ends at "
-        f"{trained(meant, P(), net, batch)[0]:.3f} "
-    )
-    harm += f"instead of {trained(averaged, P(), net, batch)[0]:.3f}."
-    why = (
-        "The weights are the same on all devices, so jax.grad sums over them already, "
-        "and the mean of 8 equal sums is the sum. "
-    )
-    why += "grads.averaged keeps gradients local until it takes their mean."
-    tell(
-        "3. A sum where a mean belongs",
-        harm=harm,
-        caught=lint.program(once, net, batch)[0].harm,
-        why=why,
-    )
-
-    some = lambda x: lax.cond(
-        lax.axis_index("data") < 4, lambda x: send_next(x, "data"), lambda x: x, x
-    )
-    some = mesh.spmd(some, mesh=devices, in_specs=(P("data"),), out_specs=P("data"))
-    compiled = jax.jit(some).lower(x).compile()
-    waiting = threading.Thread(
-        target=lambda: jax.block_until_ready(compiled(x)), daemon=True
-    )
-    waiting.start()
-    waiting.join(PATIENCE)
-    end = (
-        "it still waits, and always will"
-        if waiting.is_alive()
-        else "it had come back, with numbers that mean nothing"
-    )
-    harm = f"after {PATIENCE:.0f} s {end}."
-    why = (
-        "A permute waits for all devices of the program, whoever its message is for. "
-        "Run it on all, and mask with jnp.where."
-    )
-    tell(
-        "4. A collective that only some devices reach",
-        harm=harm,
-        caught=lint.program(some, x)[0].harm,
-        why=why,
-    )
+    weights_over_the_data_axis(net, batch)
+    rows_and_weights_over_one_axis(net, x)
+    a_sum_for_a_mean(net, batch)
+    a_collective_on_some_devices(x)
     os._exit(0)  # the devices that wait would hold up the usual end

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 
+import equinox as eqx
 import hlo
 import jax
 import jax.numpy as jnp
@@ -208,6 +209,19 @@ def test_a_step_compiles_once_and_takes_the_state_with_it(caplog):
     assert int(state.step) == 3
 
 
+def with_blocks(model, change):
+    return eqx.tree_at(lambda model: model.blocks, model, jax.tree.map(change, model.blocks))
+
+
+def chunked(model):
+    """The model for a pipeline of one chunk a stage."""
+    return with_blocks(model, lambda w: w[None])
+
+
+def unchunked(model):
+    return with_blocks(model, lambda w: w.reshape(-1, *w.shape[2:]))
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
@@ -221,7 +235,7 @@ def test_a_model_is_born_in_its_place(sizes, dtype):
         jnp.dtype(dtype),
     )
     mesh_ = mesh.make(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
-    make_model = lambda: gpt2.chunked(gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype), 1)
+    make_model = lambda: chunked(gpt2.GPT2(config, key=jax.random.key(0), dtype=dtype))
     state, specs = step.init(make_model, optax.adamw(1e-3), gpt2.rules(stage="stage"), mesh_)
     jax.tree.map(np.testing.assert_array_equal, state.model, jax.jit(make_model)())
     assert int(state.step) == 0
@@ -332,7 +346,7 @@ def test_each_axis_may_have_a_mover_of_its_own():
     for number, loss in enumerate(plain.losses):
         state, info = train(state, windows(SHAPES[0], 0, number, BATCH))
         np.testing.assert_allclose(info.loss, loss, rtol=EXACT)
-    assert_close(gpt2.unchunked(state.model), plain.end, EXACT)
+    assert_close(unchunked(state.model), plain.end, EXACT)
 
 
 @pytest.mark.parametrize(

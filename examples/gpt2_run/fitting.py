@@ -31,6 +31,15 @@ SIZES = {
     "devices": "devices",
 }  # and their flags
 Change = dict[str, Any]  # of flags, by the names of `Settings`
+OF_LAYOUT = (  # flags that are fields of a layout
+    "context",
+    "microbatches",
+    "zero",
+    "sequence",
+    "split_sends",
+    "precision",
+    "remat",
+)
 
 
 class World(NamedTuple):
@@ -81,12 +90,14 @@ def fitted(settings: Settings, world: World) -> Fitted:
         "attention_dropout": settings.dropout,
     }
     base = world.source or MODELS[settings.model]
-    own = (
-        {"vocabulary": world.vocabulary}
-        | {name: sizes[name] for name in ("layers", "heads")}
-        | {"width": sizes["hidden"] // 4}
-    )
-    return Fitted(dataclasses.replace(base, **own, **given), length, layout, table)
+    numbers = {
+        "vocabulary": world.vocabulary,
+        "layers": sizes["layers"],
+        "heads": sizes["heads"],
+        "width": sizes["hidden"] // 4,
+    }
+    config = dataclasses.replace(base, **numbers, **given)
+    return Fitted(config, length, layout, table)
 
 
 def model(settings: Settings, world: World) -> Change:
@@ -103,57 +114,44 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     """The fields of the layout that the flags ask for, and the sizes that it must
     fit."""
     n = settings.devices if world.devices is None else world.devices
-    given = [settings.data, settings.stage, settings.tensor]
-    by_default = lambda by: 2 if not any(given) and n % by == 0 else 1
-    tensor = by_default(2) if settings.tensor is None else settings.tensor
-    stage = by_default(4) if settings.stage is None else settings.stage
-    data = (
-        max(1, n // (stage * settings.context * tensor))
-        if settings.data is None
-        else settings.data
-    )
-    usual, chunks = (
-        ("one_f_one_b_lockstep", 2)
-        if settings.schedule == INTERLEAVED
-        else (settings.schedule, 1)
-    )
+    layout = _axes(settings, n)
+    usual, chunks = settings.schedule, 1
+    if settings.schedule == INTERLEAVED:
+        usual, chunks = "one_f_one_b_lockstep", 2
     if settings.schedule.endswith(".csv"):
-        usual, chunks = (
-            ("one_f_one_b_lockstep"),
-            schedule.from_csv(settings.schedule).chunks,
-        )
-    fields = validate.DEFAULTS | {
-        **{
-            "data": data,
-            "stage": stage,
-            "tensor": tensor,
-            "microbatches": settings.microbatches,
-            "schedule": usual,
-        },
+        table = schedule.from_csv(settings.schedule)
+        usual, chunks = "one_f_one_b_lockstep", table.chunks
+    layout |= {name: getattr(settings, name) for name in OF_LAYOUT}
+    layout |= {
+        "schedule": usual,
         "chunks": chunks if settings.chunks is None else settings.chunks,
-        **{
-            name: getattr(settings, name)
-            for name in (
-                "zero",
-                "sequence",
-                "split_sends",
-                "precision",
-                "remat",
-                "context",
-            )
-        },
     }
-    found = model(settings, world)
-    multiple = found["vocabulary_multiple"]
-    rows = -(-world.vocabulary // multiple) * multiple
+
+    numbers = model(settings, world)
+    multiple = numbers["vocabulary_multiple"]
+    length = numbers["context"] if settings.length is None else settings.length
     sizes = {
-        "layers": found["layers"],
-        "heads": found["heads"],
-        "hidden": 4 * found["width"],
-        "rows": rows,
+        "layers": numbers["layers"],
+        "heads": numbers["heads"],
+        "hidden": 4 * numbers["width"],
+        "rows": -(-world.vocabulary // multiple) * multiple,
+        "tokens": length,
+        "batch": settings.batch,
+        "devices": n,
     }
-    length = found["context"] if settings.length is None else settings.length
-    return fields, sizes | {"tokens": length, "batch": settings.batch, "devices": n}
+    return validate.DEFAULTS | layout, sizes
+
+
+def _axes(settings: Settings, devices: int) -> Change:
+    """The sizes of the three axes that have a default."""
+    data, stage, tensor = settings.data, settings.stage, settings.tensor
+    if (data, stage, tensor) == (None, None, None):
+        stage = 2 if devices % 4 == 0 else 1
+        tensor = 2 if devices % 2 == 0 else 1
+    stage, tensor = stage or 1, tensor or 1
+    if data is None:
+        data = max(1, devices // (stage * settings.context * tensor))
+    return {"data": data, "stage": stage, "tensor": tensor}
 
 
 def refusal(settings: Settings, world: World) -> str | None:
@@ -213,7 +211,7 @@ def works(settings: Settings, world: World) -> bool:
 def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Change]]]:
     """What the flags themselves say against each other, and changes of them that may
     mend it."""
-    name, found = settings.schedule, model(settings, world)
+    name, numbers = settings.schedule, model(settings, world)
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
         agreeing = {
@@ -221,12 +219,12 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
             "microbatches": table.microbatches,
             "chunks": table.chunks,
         }
-        own = asked(settings, world)[0]
-        if any(own[size] != value for size, value in agreeing.items()):
+        fields, _ = asked(settings, world)
+        of_run = {size: fields[size] for size in agreeing}
+        if of_run != agreeing:
             yield (
                 f"--schedule {name} has {table.stages} stages, {table.microbatches} "
-                f"microbatches and {table.chunks} chunks; the run has "
-                f"{spelt({size: own[size] for size in agreeing})}.",
+                f"microbatches and {table.chunks} chunks; the run has {spelt(of_run)}.",
                 [agreeing],
             )
     elif name not in SCHEDULES:
@@ -235,7 +233,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
             f"got {name}.",
             [{"schedule": validate.most_like(name, list(SCHEDULES))}],
         )
-    H, D = found["heads"], found["width"]
+    H, D = numbers["heads"], numbers["width"]
     if D % H:
         near = [
             {"heads": divisor(D, H)},
@@ -295,19 +293,10 @@ def _too_short(settings: Settings, world: World) -> str | None:
     smaller = [
         {"batch": size, "length": length} for size in (least, 1) for length in lengths
     ]
-    right = (
-        each
-        for each in map(
-            lambda change: mended(settings, change, world), shorter + smaller
-        )
-        if each is not None
-    )
-    found = next(right, None)
-    return (
-        f"{needed} Bring a longer text."
-        if found is None
-        else f"{needed} Take {spelt(found)}, or a longer text."
-    )
+    for change in shorter + smaller:
+        if (works_too := mended(settings, change, world)) is not None:
+            return f"{needed} Take {spelt(works_too)}, or a longer text."
+    return f"{needed} Bring a longer text."
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:

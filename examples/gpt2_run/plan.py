@@ -30,7 +30,7 @@ from parallax.run import record as records
 from parallax.schedule import Schedule
 
 SETTINGS, PARTIAL, CHECKPOINTS = (
-    ("settings.json"),
+    "settings.json",
     ".settings.json.partial",
     "checkpoints",
 )
@@ -134,9 +134,8 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
             "--prompt must have a character or more; got none. Give it a space."
         )
     train, held_out = text()
-    data.batch(
-        train, seed=settings.seed, step=0, size=settings.batch, length=length
-    )  # refuses a text that is too short
+    # Refuses a text that is too short.
+    data.batch(train, seed=settings.seed, step=0, size=settings.batch, length=length)
     # A multiple of the batch divides over every layout that the batch divides over, so
     # all evaluate on the same tokens. It is as large as keeps a batch's logits at 8 MB,
     # where one batch does.
@@ -186,10 +185,10 @@ def loaded(folder: Path) -> gpt2.GPT2:
 
 def checksum(model: gpt2.GPT2) -> str:
     """The crc32 of the weights: a run goes on only from those that it began with."""
-    found = 0
+    crc = 0
     for leaf in jax.tree.leaves(model):
-        found = zlib.crc32(np.asarray(leaf).tobytes(), found)
-    return f"crc32 {found:08x}"
+        crc = zlib.crc32(np.asarray(leaf).tobytes(), crc)
+    return f"crc32 {crc:08x}"
 
 
 def check_folder(plan: Plan) -> None:
@@ -334,7 +333,7 @@ def describe(
         (
             "to beat",
             ", ".join(f"{name} {nats:.3f}" for name, nats in plan.lines.items())
-            + f" nats a {plan.unit}, held out",
+            + f" nats per {plan.unit}, held out",
         ),
         ("out", f"{s.out}: goes on after step {first:,}" if first else str(s.out)),
     ]
@@ -348,10 +347,14 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     rate = optax.warmup_cosine_decay_schedule(
         peak / 10, peak, warm_up, settings.steps, peak / 10
     )
-    decays = lambda path: path.endswith("weight") and "norm" not in path
-    mask = lambda tree: jax.tree.map_with_path(
-        lambda path, _: decays(mesh.dotted(path)), tree
-    )
+
+    def decays(path, leaf):
+        name = mesh.dotted(path)
+        return name.endswith("weight") and "norm" not in name
+
+    def mask(tree):
+        return jax.tree.map_with_path(decays, tree)
+
     return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
 
 
@@ -374,10 +377,9 @@ def chosen(plan: Plan) -> dict[str, Axis]:
             print(why, flush=True)
     else:
         algorithm = ALGORITHMS[plan.settings.all_reduce]
-    inside = (
-        xla if plan.schedule.per_stage else algorithm
-    )  # rings need all stages at once
+    # Rings need all stages at once.
+    inside = xla if plan.schedule.per_stage else algorithm
     return {
-        name: (inside if name == ("tensor") else algorithm)(name)
+        name: (inside if name == "tensor" else algorithm)(name)
         for name in plan.layout.axes
     }

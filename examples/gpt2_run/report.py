@@ -53,8 +53,8 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
     axes: dict[str, int] = {}
     for entry in entries:
         if entry.axes:  # along none, each device is alone, and sends nothing
-            over = " x ".join(entry.axes)
-            axes[over] = axes.get(over, 0) + entry.bytes
+            name = " x ".join(entry.axes)
+            axes[name] = axes.get(name, 0) + entry.bytes
     return axes
 
 
@@ -181,32 +181,25 @@ class Progress:
         self._recent.append(record)
         if not (self._live or evaluated):
             return
-        mean = lambda field: (
-            sum(each[field] for each in self._recent) / len(self._recent)
-        )
-        left = round(
-            (time.perf_counter() - self._start)
-            / (step - self.first)
-            * (self.steps - step)
-        )
-        loss = (
-            "skipped"
-            if "skipped" in record
-            else f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
-        )
+        per_step = (time.perf_counter() - self._start) / (step - self.first)
+        left = round(per_step * (self.steps - step))
+        loss = "skipped"
+        if "skipped" not in record:
+            loss = f"loss {record['loss']:.3f}  norm {record['gradient_norm']:.2f}"
+        rate, share = self._mean("tokens_per_second"), self._mean("share")
         line = (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  {loss}{self.held_out}  "
-            f"{mean('tokens_per_second'):,.0f} tokens/s  {mean('share'):.0%} of matrix "
-            f"rate  {left // 60}:{left % 60:02} left"
+            f"{rate:,.0f} tokens/s  {share:.0%} of matrix rate  "
+            f"{left // 60}:{left % 60:02} left"
         )
         if self._live:
-            print(
-                "\r" + line.ljust(99)[: shutil.get_terminal_size().columns - 1],
-                end=(""),
-                flush=True,
-            )
+            line = line.ljust(99)[: shutil.get_terminal_size().columns - 1]
+            print(f"\r{line}", end="", flush=True)
         else:
             self._say(line)
+
+    def _mean(self, field: str) -> float:
+        return sum(record[field] for record in self._recent) / len(self._recent)
 
     def done(self) -> None:
         """Leave the line as it stands."""

@@ -25,13 +25,13 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
     s = plan.settings
     if plan.job.rank > 0:
         return metrics.to_all()
-    found = [metrics.jsonl(s.out / "metrics.jsonl", after=first)]
+    all_sinks = [metrics.jsonl(s.out / "metrics.jsonl", after=first)]
     if s.tensorboard:
-        found.append(metrics.tensorboard(s.out / "tensorboard", after=first))
+        all_sinks.append(metrics.tensorboard(s.out / "tensorboard", after=first))
     if s.wandb is not None:
         run = hashlib.sha256(str(s.out.absolute()).encode()).hexdigest()[:12]
-        found.append(metrics.wandb(s.wandb, run=run, settings=plan.numbers))
-    return metrics.to_all(*found)
+        all_sinks.append(metrics.wandb(s.wandb, run=run, settings=plan.numbers))
+    return metrics.to_all(*all_sinks)
 
 
 def limited(spikes: Spikes | None) -> tuple[Any, ...]:
@@ -176,25 +176,26 @@ class Session:
                 f"{s.skip_budget}. {s.out} holds the metrics, and a checkpoint from "
                 "which a larger --skip-budget goes on."
             )
-        found: dict[str, Any] = {"skipped": True}
+        record: dict[str, Any] = {"skipped": True}
         if not skip:
-            found = {"loss": loss, "gradient_norm": float(info.gradient_norm)}
+            record = {"loss": loss, "gradient_norm": float(info.gradient_norm)}
         if i <= len(self.one_device):
-            found["one_device"] = self.one_device[i - 1]
+            record["one_device"] = self.one_device[i - 1]
         if i % s.evaluate_every == 0 or i == s.steps:
             with self.clock("evaluation"):
-                found["held_out"] = self.held_out(state.model)
-                self.evaluated = i, found["held_out"]
-            if not math.isfinite(found["held_out"]):
+                record["held_out"] = self.held_out(state.model)
+                self.evaluated = i, record["held_out"]
+            if not math.isfinite(record["held_out"]):
                 self.compare(i, state, saves=True)
                 self.end(
-                    f"step {i}: the held-out loss is {found['held_out']}, so the model "
-                    f"is lost. Lower --learning-rate (now {s.learning_rate}) and give "
-                    f"--out another folder. The steps before are in {s.out}."
+                    f"step {i}: the held-out loss is {record['held_out']}, so the "
+                    "model is lost. Lower --learning-rate (now "
+                    f"{s.learning_rate}) and give --out another folder. The steps "
+                    f"before are in {s.out}."
                 )
         tokens = s.batch * self.plan.length
         flops = report.step_flops(self.plan.config, tokens, self.plan.length)
-        return found | {
+        return record | {
             "seconds": took,
             "tokens_per_second": tokens / took,
             "share": flops / took / self.rate,

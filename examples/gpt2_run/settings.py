@@ -214,10 +214,12 @@ FIT += (
 def check(settings: Settings) -> None:
     """Refuse with a `ValueError` what is wrong with the flags by themselves, before
     anything is written."""
-    found = list(faults(settings))
-    if found:
-        needed, change = found[0]
-        changes = {name: value for _, each in found for name, value in each.items()}
+    all_faults = list(faults(settings))
+    if all_faults:
+        needed, change = all_faults[0]
+        changes: dict[str, Any] = {}
+        for _, cure in all_faults:
+            changes |= cure
         if change and (instead := _instead(settings, changes)) is not None:
             needed += f" {_cure(instead)}"
         raise ValueError(needed)
@@ -237,7 +239,7 @@ def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
                 else f"from {least} to {most}"
             )
             yield (
-                (f"{flag(name)} must be {bound}; got {value}."),
+                f"{flag(name)} must be {bound}; got {value}.",
                 {name: getattr(Settings, name)},
             )
     steps = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", settings.profile or "1:0")
@@ -277,11 +279,13 @@ def flag(name: str) -> str:
 
 def spelt(change: Mapping[str, Any]) -> str:
     """Values by name as flags: `--data 4 --no-sequence`."""
-    switch = lambda name, value: flag(name if value else f"no_{name}")
-    return " ".join(
-        switch(*each) if isinstance(each[1], bool) else f"{flag(each[0])} {each[1]}"
-        for each in change.items()
-    )
+    flags = []
+    for name, value in change.items():
+        if isinstance(value, bool):
+            flags.append(flag(name if value else f"no_{name}"))
+        else:
+            flags.append(f"{flag(name)} {value}")
+    return " ".join(flags)
 
 
 def _cure(change: Mapping[str, Any]) -> str:
@@ -291,9 +295,7 @@ def _cure(change: Mapping[str, Any]) -> str:
     if not left_out:
         return f"Take {given}."
     return (
-        (f"Take {given} and leave out {left_out}.")
-        if given
-        else f"Leave out {left_out}."
+        f"Take {given} and leave out {left_out}." if given else f"Leave out {left_out}."
     )
 
 

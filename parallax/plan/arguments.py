@@ -46,9 +46,11 @@ class Leaf(NamedTuple):
 def shapes(config: gpt2.Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks are given."""
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
-    if chunks is not None:
-        model = jax.eval_shape(functools.partial(gpt2.chunked, chunks=chunks), model)
-    return tuple((path, leaf.shape) for path, leaf in rules.paths(model))
+    shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
+    for path, (layers, *dims) in shapes_by_path.items():
+        if chunks is not None and path.startswith("blocks."):
+            shapes_by_path[path] = (chunks, layers // chunks, *dims)
+    return tuple(shapes_by_path.items())
 
 
 def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:

@@ -16,9 +16,7 @@ from parallax.models.gpt2.model import (
     Config,
     Norm,
     attention,
-    chunked,
     rules,
-    unchunked,
 )
 from parallax.models.gpt2.weights import load, save
 
@@ -39,7 +37,6 @@ __all__ = [
     "Norm",
     "attention",
     "block",
-    "chunked",
     "load",
     "logits",
     "loss",
@@ -48,5 +45,4 @@ __all__ = [
     "sample",
     "save",
     "stages",
-    "unchunked",
 ]

@@ -238,8 +238,8 @@ def rules(
     """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden
     dim, the vocabulary by rows.
 
-    With `stage`, how a `chunked` one is split: the layers of each chunk over the stages, the
-    vocabulary over both axes. It is the same for any `size` of the axis.
+    With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over
+    the stages, the vocabulary over both axes. It is the same for any `size` of the axis.
     """
     layers = (None,) if stage is None else (None, stage)
     specs = {
@@ -254,25 +254,3 @@ def rules(
         "**": P(),
     }
     return sharding.first(*(sharding.match(path, spec) for path, spec in specs.items()))
-
-
-def chunked(model: GPT2, chunks: int) -> GPT2:
-    """`model` with its blocks as [v, L / v, ...], for a pipeline of v = `chunks` chunks a stage.
-
-    Raises:
-        ValueError: `chunks` does not divide the layers.
-    """
-    if model.config.layers % chunks:
-        raise ValueError(
-            f"gpt2.chunked: {model.config.layers} layers must divide by chunks={chunks}. Use a "
-            "divisor."
-        )
-    blocks = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), model.blocks)
-    return eqx.tree_at(lambda m: m.blocks, model, blocks)
-
-
-def unchunked(model: GPT2) -> GPT2:
-    """The inverse of `chunked`: blocks as [L, ...]."""
-    return eqx.tree_at(
-        lambda m: m.blocks, model, jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), model.blocks)
-    )
