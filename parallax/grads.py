@@ -7,6 +7,7 @@ on. A leaf that is not trained has a gradient of None. The order of wrapping is 
 outside `accumulated` reduces once per step, inside it once per microbatch.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -122,15 +123,23 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
                 "fewer microbatches."
             )
         rows[name] = leaf.shape[0]
+    _check_equal_rows(
+        rows,
+        "A batch is cut into parts by rows, so all leaves need the same number. Move a leaf "
+        "without rows, such as a weight for each class, to the parameters, or let the loss close "
+        "over it.",
+    )
+    return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
+
+
+def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
+    """Raise `ValueError` where leaves, by name, have unequal numbers of rows."""
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
             f"The batch's leaf {few} has {rows[few]} rows on each device and its leaf {many} has "
-            f"{rows[many]}. A batch is cut into parts by rows, so all leaves need the same number. "
-            "Move a leaf without rows, such as a weight for each class, to the parameters, or let "
-            "the loss close over it."
+            f"{rows[many]}. {reason_and_cure}"
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
 
 
 # Devices
@@ -188,7 +197,8 @@ def averaged(
 
     Raises:
         ValueError: the loss is reduced over `axis` already; a parameter is a share along `axis`,
-            and the loss uses it as if it were whole; or the map does not tell which values differ
+            and the loss uses it as if it were whole; one spec of `mesh.spmd` splits leaves of the
+            batch with unequal numbers of rows; or the map does not tell which values differ
             between devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
@@ -318,6 +328,7 @@ def local_gradients(
     """
     types.check_typed()
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
+    _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)
     if unclear := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
@@ -339,6 +350,27 @@ def local_gradients(
             program = program or _Program(grad, declared, batch)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
         return declared, value, gradients
+
+
+def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
+    """Raise `ValueError` where one spec splits leaves of a batch with unequal numbers of rows.
+
+    A spec of its own for each leaf says that the split is meant. Random keys, one for each device,
+    are no rows.
+    """
+    rows = {
+        jax.tree_util.keystr(path) or "itself": leaf.shape[0]
+        for path, leaf in jax.tree.leaves_with_path(eqx.filter(batch, trees.is_array))
+        if uneven_axes.intersection(varying_axes(leaf))
+        and leaf.ndim
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    }
+    _check_equal_rows(
+        rows,
+        f"One spec splits both over {sorted(uneven_axes)}, so a table such as a weight for each "
+        "class would be cut as rows are. Give each leaf a spec of its own in in_specs: P() for a "
+        "table, which all devices need.",
+    )
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
@@ -370,7 +402,9 @@ def _program_with_shares(
     """The program of a gradient function some of whose parameters are `shares`."""
     try:
         return _Program(grad, declared, batch)
-    except TypeError as error:  # JAX's, of shapes that do not fit each other
+    except TypeError as error:
+        if not re.search("shape|dimension|rank|size", str(error)):  # no fault of shares
+            raise
         paths = sorted({path or "itself" for split in shares.values() for path in split})
         raise ValueError(
             f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are "

@@ -16,7 +16,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from parallax import argument_checks
 from parallax._typing import Device, PyTree
-from parallax.trees import AnyMesh, dotted, entry_axes, is_array, is_spec, shardings
+from parallax.trees import (
+    UNEVEN_AXES,
+    AnyMesh,
+    dotted,
+    entry_axes,
+    is_array,
+    is_spec,
+    shardings,
+)
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -153,12 +161,24 @@ def spmd(
             static_out.append(static)
             return result
 
-        result = jax.shard_map(
-            body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True
-        )(*arrays)
+        with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
+            result = jax.shard_map(
+                body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True
+            )(*arrays)
         return eqx.combine(result, static_out[-1])
 
     return mapped
+
+
+def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
+    """The axes over which one spec of `specs`, a tree prefix, splits the first dim of leaves with
+    unequal first dims."""
+
+    def axes(spec, leaves):
+        rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
+        return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
+
+    return frozenset(jax.tree.leaves(jax.tree.map(axes, specs, arrays, is_leaf=is_spec)))
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:

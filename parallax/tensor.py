@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
+from parallax import rules
 from parallax._typing import PyTree, Rule
 from parallax.collectives.axis import Axis, AxisLike, combined_axis
 from parallax.collectives.types import axes, linear, varying, varying_axes
@@ -304,7 +305,8 @@ def rule(model: PyTree) -> Rule:
     def split_layers(path: str, leaf: Any) -> P | None:
         return specs.get(path)
 
-    return split_layers
+    # `rules.specs` refuses a rule that places no leaf. The empty list of rules may be idle.
+    return split_layers if specs else rules.first()
 
 
 def _check_attention(model: PyTree) -> None:

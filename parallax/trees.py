@@ -63,6 +63,11 @@ def twice(paths: Sequence[str]) -> list[str]:
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
+# The axes along which one spec splits leaves with unequal numbers of rows. `mesh.spmd` sets it
+# while it traces, and `grads` refuses such a batch. Types do not tell a spec from another.
+UNEVEN_AXES = jax.make_user_context(frozenset())
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -131,7 +131,7 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # in its stead
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        if not fresh and not _keeps_the_rest(part, wrappers):
+        if not fresh and not _keeps_the_rest(part, wrappers, taken):
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
     for wrapper in (
@@ -209,10 +209,14 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield rule, wrappers
 
 
-def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...]) -> bool:
+def _keeps_the_rest(
+    rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]
+) -> bool:
     """Whether this is `match("**", P())`, which may end any list of rules: there need not be a
-    rest."""
-    return not wrappers and isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
+    rest. An `fsdp` around it needs a leaf by another rule."""
+    used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
+    ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
+    return ends_a_list and used.issuperset(map(id, wrappers))
 
 
 def _idle(
