@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, tensor
+from parallax import mesh, rules, tensor, zero
 
 WIDTH = 3
 
@@ -76,6 +76,19 @@ def test_pieces_that_run(piece):
     shape_of(
         mesh.spmd(RIGHT[piece], mesh=mesh.make(data=8), in_specs=(P("data"),), out_specs=P("data"))
     )
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_a_tensor_rule_of_a_model_without_its_layers_leaves_all_whole(stage):
+    """So that one script does for models with such layers and without."""
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    rule, devices = rules.first(tensor.rule(shapes), rules.match("**", P())), mesh.make(data=8)
+    if stage is None:
+        assert rules.specs(shapes, rule, devices) == {"w": P()}
+    else:
+        sharing = zero.ZeRO(stage, "data", rule, shapes, devices)
+        assert sharing.specs == {"w": P("data")}
+        assert rules.specs(shapes, sharing.rule, devices) == {"w": P("data") if stage == 3 else P()}
 
 
 def test_attention_with_a_fixed_number_of_heads_is_refused_on_shards():

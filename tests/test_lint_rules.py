@@ -4,6 +4,7 @@ random rule sets end valid."""
 import math
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -121,6 +122,33 @@ def test_batch_and_weights_over_one_axis(devices, batch):
     assert (found.kind, found.where) == ("split-like-the-batch", "a.v")
     assert "split over mesh axis 'tensor', which splits the batch" in found.harm
     assert lint.rules(TREE, rule, devices, batch=P("data")) == []
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_with_a_fixed_number_of_heads(stacked, dtype):
+    """On a shard it has as many heads as the whole, each narrower."""
+
+    def make():
+        attention = eqx.nn.MultiheadAttention(4, 8, dtype=dtype, key=jax.random.key(0))
+        return {"attention": attention, "out": jnp.ones(8)} if stacked else attention
+
+    model, devices = eqx.filter_eval_shape(make), mesh.make(data=2, tensor=4)
+    prefix = "attention." if stacked else ""
+    by_heads = rules.first(
+        *(
+            rules.match(f"{prefix}{name}_proj.weight", P("tensor"))
+            for name in ("query", "key", "value")
+        ),
+        rules.match(f"{prefix}output_proj.weight", P(None, "tensor")),
+        rules.match("**", P()),
+    )
+    (finding,) = lint.rules(model, by_heads, devices)
+    assert finding.kind == "fixed-number-of-heads"
+    assert finding.where == ("attention" if stacked else "the model")
+    assert "split over ['tensor'], and it has 4 heads on every device" in finding.harm
+    shares = rules.fsdp("data", size=2, min_size=1)  # gathered before they are used
+    assert lint.rules(model, shares, mesh.make(data=8)) == []
 
 
 def test_too_many_bytes(devices):

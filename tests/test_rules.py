@@ -296,6 +296,11 @@ def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
     assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(
         W, every_leaf
     )
+    shared = rules.fsdp("data", size=2, min_size=1, inside=every_leaf)
+    with_rest = rules.fsdp(
+        "data", size=2, min_size=1, inside=rules.first(every_leaf, rules.match("**", P()))
+    )
+    assert rules.specs(W, with_rest) == rules.specs(W, shared)
     for idle in (rules.match("**", P("tensor")), rules.fsdp("data", size=4)):
         with pytest.raises(ValueError, match="places no leaf"):
             rules.specs(W, rules.first(every_leaf, idle))

@@ -796,6 +796,102 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
         )
 
 
+def weighted_by_class(params, batch):
+    errors = (batch["x"] @ params - batch["y"]) ** 2
+    return jnp.mean(batch["weights"][batch["label"]][:, None] * errors)
+
+
+def weighted_batch(classes):
+    return {
+        "x": BATCH["x"],
+        "y": BATCH["y"],
+        "label": BATCH["ids"] % classes,
+        "weights": np.linspace(0.5, 2.0, classes),
+    }
+
+
+REDUCERS = {
+    "averaged": lambda grad: grads.averaged(grad, "dp"),
+    "summed": lambda grad: grads.summed(grad, ring("dp"), loss=True),
+    "scattered": lambda grad: zero.reduce_scattered(grad, "dp", P()),
+    "averaged, jitted": lambda grad: grads.averaged(jax.jit(grad), "dp"),
+}
+
+
+@pytest.mark.parametrize("reduced", REDUCERS)
+@pytest.mark.parametrize("sizes", [{"dp": 8}, {"dp": 4, "tensor": 2}])
+def test_one_spec_for_rows_and_a_table_is_refused(reduced, sizes):
+    """Each device would have some of the classes, and JAX clamps the other labels to them."""
+    arrow, params = REDUCERS[reduced](jax.value_and_grad(weighted_by_class)), normal(0, WIDTH, 8)
+    batch = weighted_batch(8)
+    message = r"leaf \['weights'\] has \d rows.*One spec splits both over \['dp'\].*P\(\) for"
+    for specs in ((P(), P("dp")), (P(), P(("dp",)))):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            over(arrow, specs, P(), **sizes)(params, batch)
+    right = dict.fromkeys(batch, P("dp")) | {"weights": P()}
+    loss, gradients = over(arrow, (P(), right), P(), **sizes)(params, batch)
+    whole = jax.value_and_grad(weighted_by_class)(params, batch)
+    devices = sizes["dp"] if reduced == "summed" else 1
+    assert_close((loss, gradients), jax.tree.map(lambda x: x * devices, whole), EXACT)
+
+
+def test_unequal_rows_that_are_meant_are_let_through():
+    """A graph on each device has nodes and edges, by specs of their own; a device may have a key;
+    and the parameters of one spec may have any sizes."""
+
+    def loss(params, batch):
+        noise = jax.random.normal(batch["key"][0], ())
+        ends = batch["nodes"][batch["edges"]] @ params["w"]
+        return jnp.mean((ends[:, 0] - ends[:, 1]) ** 2) * (1 + noise) + jnp.mean(params["b"] ** 2)
+
+    edges = np.random.default_rng(0).integers(0, 4, (16, 2))  # numbered on each device
+    batch = {
+        "nodes": normal(0, 32, WIDTH),
+        "edges": edges,
+        "key": jax.random.split(jax.random.key(0), 8),
+    }
+    params = {"w": normal(1, WIDTH, WIDTH), "b": normal(2, 3)}
+    parts = [jax.tree.map(lambda x, i=i: jnp.split(x, 8)[i], batch) for i in range(8)]
+    alone = [jax.value_and_grad(loss)(params, part) for part in parts]
+    mean = jax.tree.map(lambda *terms: sum(terms) / 8, *alone)
+    arrow = grads.averaged(jax.value_and_grad(loss), "data")
+    specs = dict.fromkeys(batch, P("data"))
+    assert_close(over(arrow, (P(), specs), P(), data=8)(params, batch), mean, EXACT)
+
+    rows_and_keys = {"x": BATCH["x"], "key": batch["key"]}
+    drawn_loss = lambda w, b: jnp.mean(b["x"] @ w) * jax.random.normal(b["key"][0], ())
+    over(grads.averaged(jax.value_and_grad(drawn_loss), "data"), (P(), P("data")), P(), data=8)(
+        params["w"], rows_and_keys
+    )
+
+    shares = {"up": PARAMS["up"], "down": PARAMS["down"], "bias": PARAMS["bias"]}
+    gathered_loss = zero.gathered(
+        lambda params, batch: two_layers(params, batch, ()) + jnp.mean(params["bias"]),
+        "data",
+        dict.fromkeys(shares, P("data")),
+    )
+    over(
+        grads.averaged(jax.value_and_grad(gathered_loss), "data"),
+        (P("data"), P("data")),
+        (P(), P("data")),
+        data=8,
+    )(shares, BATCH)
+
+
+@pytest.mark.parametrize("wrong", ["more", "fewer", "keyword"])
+def test_a_loss_of_other_arguments_is_told_in_pythons_words(wrong):
+    """And not that its parameters are shares, which has nothing to do with it."""
+    loss = {
+        "more": lambda params, batch, rate: jnp.mean(batch @ params) * rate,
+        "fewer": lambda params: jnp.mean(params),
+        "keyword": lambda params, batch: jnp.mean(jnp.sum(batch @ params, axes=0)),
+    }[wrong]
+    grad = grads.averaged(jax.value_and_grad(loss), "dp")
+    with pytest.raises(TypeError, match="argument") as refusal:
+        over(grad, (P("dp"), P("dp")), (P(), P("dp")), dp=8)(PARAMS["table"], BATCH["x"])
+    assert "share" not in str(refusal.value)
+
+
 NET = functools.partial(two_layers, axis=())
 PLAIN_NET = jax.value_and_grad(NET)
 FORGOTTEN = {

@@ -6,6 +6,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from parallax import jaxprs
 from parallax.collectives import Axis, AxisLike
@@ -101,6 +103,80 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
             found = frozenset({id(eqn)})  # laid along another dim it is another count
         counts |= dict.fromkeys(eqn.outvars, found)
     return False
+
+
+MOST_TOKENS = 4096  # of which tables [tokens, tokens] are computed where chunks are shorter
+
+
+def check_kernel(
+    forward: Callable[..., Any], q: Any, chunks: int, devices: int, *, causal: bool
+) -> None:
+    """Raise `ValueError` where a kernel's scores depend on distances between tokens: a window, ALiBi.
+
+    `attention` calls a kernel on one chunk of the tokens and does not tell its place. The kernel is
+    traced on one head, and the tables [T, T] that it makes of counts alone are computed. One that
+    is not constant on each side of the diagonal depends on distances. Tables that a loop makes, and
+    those inside a Pallas kernel, are not seen.
+    """
+    chunk, width = q.shape[1] // chunks, q.shape[-1]
+    tokens = chunk * max(1, min(chunks * devices, MOST_TOKENS // chunk))
+    tokens *= 2 if tokens == width else 1  # so that the sizes tell which dims are tokens
+    one_head = jax.ShapeDtypeStruct((1, tokens, 1, width), q.dtype)
+
+    def scores(q, k, v):
+        return forward(q, k, v, causal=causal, segments=None)
+
+    program = jax.make_jaxpr(scores)(one_head, one_head, one_head)
+    for table in _counted_tables(program, tokens) if tokens > 1 else ():
+        if not _is_causal(table):
+            raise ValueError(
+                "context.attention: the scores of kernel= depend on distances between tokens, as "
+                "in a window or ALiBi, and a kernel is called on one chunk of the tokens and not "
+                "told which. Use context.gathered with an attention by positions, or "
+                "context.ulysses."
+            )
+
+
+def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
+    """The arrays that a program makes without its arguments and combines with them, of which two
+    dims are `tokens`; each as [tokens, tokens, other]."""
+    jaxpr = program.jaxpr
+    reached, tables, inside = _reached(jaxpr), [], []
+    for eqn in jaxpr.eqns:
+        if reached.isdisjoint(eqn.outvars):
+            continue
+        tables += [
+            atom
+            for atom in eqn.invars
+            if not jaxprs.is_literal(atom)
+            and atom not in reached
+            and atom.aval.shape.count(tokens) == 2
+        ]
+        if jaxprs.called(eqn) is not None:
+            (body,) = jaxprs.closed(eqn.params)
+            inside += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
+    if not tables:
+        return inside
+    of_tables = ClosedJaxpr(jaxpr.replace(outvars=tables, debug_info=None), program.consts)
+    zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+    with jax.ensure_compile_time_eval():
+        arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
+
+    def by_tokens(array):
+        dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
+        return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
+
+    return [*map(by_tokens, arrays), *inside]
+
+
+def _is_causal(table: np.ndarray) -> bool:
+    """Whether a table [T, T, other] is constant on each side of its diagonal."""
+
+    def is_constant(pairs):
+        return bool((pairs == pairs[:1]).all())
+
+    lower = np.tri(len(table), dtype=bool)
+    return any(is_constant(table[side]) and is_constant(table[~side]) for side in (lower, lower.T))
 
 
 def _equations(program: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying, varying_axes
-from parallax.context.checks import check_attention
+from parallax.context.checks import check_attention, check_kernel
 from parallax.context.kernels import TILED, Kernel, merge_softmax
 from parallax.context.orders import BlockPairs, ChunkOrder, block_pairs, zigzag
 
@@ -79,6 +79,8 @@ def attention(
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks, heads)
+    if kernel is not TILED and axis.size() * table.chunks > 1:
+        check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     found = (q, k, v) if segments is None else (q, k, v, segments)
     union = (*axes(axis.names), *sum(map(varying_axes, found), ()))
     ring = _Ring(axis, table, kernel, causal)

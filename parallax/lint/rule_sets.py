@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
@@ -12,7 +13,7 @@ from parallax._typing import PyTree, Specs
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import audit, match, paths
-from parallax.trees import entry_axes, is_spec
+from parallax.trees import dotted, entry_axes, is_spec
 
 BY_ROWS = P("data")
 
@@ -32,6 +33,8 @@ def rules(
 
     * `large-leaf-whole`: a leaf of `large` bytes or more that every device has a copy of, and that an axis could split.
     * `idle-axis`: an axis of the mesh that splits neither the batch nor any leaf, so that its devices do the same work.
+    * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an axis that does not split the
+      batch. The number of its heads is static, so on a shard it computes as many heads as the whole, each narrower.
     * `too-many-bytes`: more than `limit` bytes on a device. Each has as many, since a split dim divides by its axes.
 
     Args:
@@ -53,6 +56,7 @@ def rules(
     for path, leaf in leaves.items():
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
+    findings += _fixed_heads(tree, specs, batch_axes)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
     idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
     findings += [
@@ -97,6 +101,39 @@ def _whole(
             f"Ask {code} first.",
         )
     ]
+
+
+PROJECTIONS = ("query_proj", "key_proj", "value_proj")
+
+
+def _fixed_heads(
+    tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
+) -> list[Finding]:
+    def is_attention(node):
+        return isinstance(node, eqx.nn.MultiheadAttention)
+
+    findings = []
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_attention):
+        if not is_attention(node):
+            continue
+        prefix = dotted(path)
+        weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
+        heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
+        if split := sorted(heads.difference(batch_axes)):
+            harm = (
+                f"the outputs of its projections are split over {split}, and it has {node.num_heads} "
+                "heads on every device, each narrower than in the whole model."
+            )
+            cure = (
+                "Use projections by tensor.ColumnLinear and tensor.RowLinear, and an attention that "
+                "reads the number of its heads from its arrays."
+            )
+            findings.append(Finding("fixed-number-of-heads", prefix or "the model", harm, cure))
+    return findings
+
+
+def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    return entry_axes(spec[0]) if len(spec) else ()
 
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
