@@ -563,3 +563,93 @@ def test_attention_that_needs_no_count_is_not_refused(attend):
 def test_tiles_that_are_filled_up_compare_no_counts():
     everything = functools.partial(context.blockwise, causal=False, kernel=context.tiled(3))
     assert gathered_shape(everything) == (2, 32, 4, 2)
+
+
+# Kernels, which see one chunk and are not told which
+
+
+def table_kernel(mask, bias=lambda tokens: 0.0, wrap=lambda f: f):
+    """A kernel by whole tables of scores, with a mask and a bias of the number of tokens."""
+
+    def scores(q, k, causal):
+        products = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+        seen = jnp.where(mask(q.shape[1]), products + bias(q.shape[1]), -jnp.inf)
+        return seen if causal else products
+
+    def forward(q, k, v, *, causal, segments=None, positions=None):
+        logits = scores(q, k, causal)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        out = jnp.einsum("bhts,bshk->bthk", jnp.exp(logits - lse[..., None]), v)
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    return context.Kernel(wrap(forward), context.TILED.backward)
+
+
+def distances(tokens):
+    return jnp.arange(tokens)[:, None] - jnp.arange(tokens)[None]
+
+
+def window(tokens):
+    return (distances(tokens) >= 0) & (distances(tokens) < CHUNK + 1)
+
+
+def window_by_numpy(tokens):
+    return (np.tri(tokens) * (1 - np.tri(tokens, k=-CHUNK - 1))) > 0
+
+
+def window_by_two_comparisons(tokens):
+    query, key = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None]
+    return (key <= query) & (key > query - CHUNK - 1)
+
+
+def all_earlier(tokens):
+    return distances(tokens) >= 0
+
+
+def additive_mask(tokens):
+    return jnp.where(distances(tokens) >= 0, 0.0, -1e9)[None, None]
+
+
+jitted = functools.partial(jax.jit, static_argnames=("causal",))
+OF_DISTANCES = {
+    "window": table_kernel(window),
+    "window by NumPy": table_kernel(window_by_numpy),
+    "window by two comparisons": table_kernel(window_by_two_comparisons),
+    "jitted window": table_kernel(window, wrap=jitted),
+    "ALiBi": table_kernel(
+        all_earlier, lambda tokens: -0.5 * distances(tokens)[None, None].astype(float)
+    ),
+}
+CAUSAL = {
+    "counts": table_kernel(all_earlier),
+    "tril": table_kernel(lambda tokens: jnp.tril(jnp.ones((tokens, tokens), bool))),
+    "NumPy": table_kernel(lambda tokens: np.tri(tokens) > 0),
+    "added": table_kernel(lambda tokens: np.ones((tokens, tokens), bool), additive_mask),
+    "jitted": table_kernel(all_earlier, wrap=jitted),
+    "one size": table_kernel(lambda tokens: np.tri(CHUNK) > 0),
+}
+
+
+def by_kernel(kernel, n, order, width):
+    chunks = len(order(n)[0])
+    sizes = 1, chunks * CHUNK * n, 2, width
+    q, k, v = (np.random.default_rng(i).normal(size=sizes) for i in range(3))
+    attend = lambda q, k, v: context.attention(q, k, v, "context", order=order, kernel=kernel)
+    mapped = mesh.spmd(attend, mesh=world(n), in_specs=(SPEC, SPEC, SPEC), out_specs=SPEC)
+    split = functools.partial(context.split, devices=n, order=order)
+    return context.unsplit(jax.jit(mapped)(*map(split, (q, k, v))), n, order=order), (q, k, v)
+
+
+@pytest.mark.parametrize("width", [2, CHUNK])
+@pytest.mark.parametrize("kernel", OF_DISTANCES)
+def test_a_kernel_of_distances_is_refused(kernel, width):
+    for n, order in ((1, context.zigzag), (2, context.zigzag), (3, context.contiguous)):
+        with pytest.raises(ValueError, match=r"depend on distances .*context\.gathered"):
+            by_kernel(OF_DISTANCES[kernel], n, order, width)
+
+
+@pytest.mark.parametrize("kernel", CAUSAL)
+def test_a_causal_kernel_of_tables_is_let_through(kernel):
+    found, arrays = by_kernel(CAUSAL[kernel], 2, context.zigzag, 2)
+    segments = jnp.zeros(arrays[0].shape[:2], jnp.int32)
+    reference.assert_close(found, dense(*arrays, segments=segments), reference.EXACT)

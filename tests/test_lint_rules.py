@@ -148,7 +148,7 @@ def test_attention_with_a_fixed_number_of_heads(stacked, dtype):
     assert finding.where == ("attention" if stacked else "the model")
     assert "split over ['tensor'], and it has 4 heads on every device" in finding.harm
     shares = rules.fsdp("data", size=2, min_size=1)  # gathered before they are used
-    assert lint.rules(model, shares, mesh.make(data=8)) == []
+    assert lint.rules(model, shares, mesh.abstract(data=2)) == []
 
 
 def test_too_many_bytes(devices):

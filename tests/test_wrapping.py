@@ -883,8 +883,8 @@ def test_a_loss_of_other_arguments_is_told_in_pythons_words(wrong):
     """And not that its parameters are shares, which has nothing to do with it."""
     loss = {
         "more": lambda params, batch, rate: jnp.mean(batch @ params) * rate,
-        "fewer": lambda params: jnp.mean(params),
-        "keyword": lambda params, batch: jnp.mean(jnp.sum(batch @ params, axes=0)),
+        "fewer": lambda params: jnp.mean(params @ params.T),
+        "keyword": lambda params, batch: jnp.mean(jnp.sum(batch @ params.T, axes=0)),
     }[wrong]
     grad = grads.averaged(jax.value_and_grad(loss), "dp")
     with pytest.raises(TypeError, match="argument") as refusal:

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from parallax import jaxprs
 from parallax.collectives import Axis, AxisLike
-from parallax.collectives.types import axes, varying_axes
+from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
 MOVES = (
@@ -61,7 +61,7 @@ def check_places(
         positions
     )
     opened = jaxprs.opened(program)
-    if not (_reached(opened) & set(opened.outvars)) and _compares_counts(opened, {}):
+    if not (_reached(opened, {*opened.invars}) & set(opened.outvars)) and _compares_counts(opened, {}):
         raise ValueError(
             "context.gathered: attend ignores positions=, and masks by its own count of queries "
             f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
@@ -70,9 +70,9 @@ def check_places(
         )
 
 
-def _reached(program: Any) -> set[Any]:
-    """The variables that depend on a program's arguments."""
-    reached = set(program.invars)
+def _reached(program: Any, start: set[Any]) -> set[Any]:
+    """The variables of `start`, and those that depend on them."""
+    reached = set(start)
     for eqn in program.eqns:
         if any(not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars):
             reached |= set(eqn.outvars)
@@ -126,7 +126,10 @@ def check_kernel(
     def scores(q, k, v):
         return forward(q, k, v, causal=causal, segments=None)
 
-    program = jax.make_jaxpr(scores)(one_head, one_head, one_head)
+    try:
+        program = jax.make_jaxpr(scores)(one_head, one_head, one_head)
+    except (TypeError, ValueError):  # of fixed sizes: what is wrong with it, its own trace says
+        return
     for table in _counted_tables(program, tokens) if tokens > 1 else ():
         if not _is_causal(table):
             raise ValueError(
@@ -141,7 +144,9 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     """The arrays that a program makes without its arguments and combines with them, of which two
     dims are `tokens`; each as [tokens, tokens, other]."""
     jaxpr = program.jaxpr
-    reached, tables, inside = _reached(jaxpr), [], []
+    varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
+    reached = _reached(jaxpr, {*jaxpr.invars, *varies})
+    tables, inside = [], []
     for eqn in jaxpr.eqns:
         if reached.isdisjoint(eqn.outvars):
             continue
@@ -157,7 +162,10 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
             inside += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inside
-    of_tables = ClosedJaxpr(jaxpr.replace(outvars=tables, debug_info=None), program.consts)
+    counted = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
+    of_tables = ClosedJaxpr(
+        jaxpr.replace(outvars=tables, eqns=counted, effects=frozenset()), program.consts
+    )
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
     with jax.ensure_compile_time_eval():
         arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))

@@ -209,9 +209,7 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield rule, wrappers
 
 
-def _keeps_the_rest(
-    rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]
-) -> bool:
+def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
     """Whether this is `match("**", P())`, which may end any list of rules: there need not be a
     rest. An `fsdp` around it needs a leaf by another rule."""
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
