@@ -61,7 +61,9 @@ def check_places(
         positions
     )
     opened = jaxprs.opened(program)
-    if not (_reached(opened, {*opened.invars}) & set(opened.outvars)) and _compares_counts(opened, {}):
+    if not (_reached(opened, {*opened.invars}) & set(opened.outvars)) and _compares_counts(
+        opened, {}
+    ):
         raise ValueError(
             "context.gathered: attend ignores positions=, and masks by its own count of queries "
             f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
