@@ -388,10 +388,42 @@ LAYERS = (
         "refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"
     ),
     Mutant(
-        "split_into_microbatches",
+        "_check_equal_rows",
         "len(set(rows.values())) > 1",
         "False",
         f"{WRAPPED} -k other_numbers_of_rows",
+    ),
+    Mutant("_uneven_axes", "and len(rows) > 1", "and False", f"{WRAPPED} -k one_spec_for_rows"),
+    Mutant("_uneven_axes", "and len(rows) > 1", "", f"{WRAPPED} -k unequal_rows_that_are_meant"),
+    Mutant(
+        "_check_one_spec",
+        "not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)",
+        "True",
+        f"{WRAPPED} -k unequal_rows_that_are_meant",
+    ),
+    Mutant(
+        "_program_with_shares",
+        'if not re.search("shape|dimension|rank|size", str(error)):',
+        "if False:",
+        f"{WRAPPED} -k other_arguments",
+    ),
+    Mutant(
+        "_is_causal",
+        "is_constant(table[side]) and is_constant(table[~side])",
+        "True",
+        "test_context.py -k a_kernel_of_distances",
+    ),
+    Mutant(
+        "check_kernel",
+        "min(chunks * devices, MOST_TOKENS // chunk)",
+        "1",
+        "test_context.py -k a_kernel_of_distances",
+    ),
+    Mutant(
+        "_fixed_heads",
+        "heads.difference(batch_axes)",
+        "heads",
+        "test_lint_rules.py -k fixed_number_of_heads",
     ),
     Mutant(
         "_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"
@@ -2396,8 +2428,8 @@ TRACED = (
     ),
     Mutant(
         "_keeps_the_rest",
-        "not wrappers and",
-        "True and",
+        "used.issuperset(map(id, wrappers))",
+        "True",
         "test_rules.py::test_the_rule_that_keeps_the_rest_whole_may_find_no_rest",
     ),
     Mutant(
