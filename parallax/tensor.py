@@ -20,10 +20,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
-from parallax import rules
 from parallax._typing import PyTree, Rule
 from parallax.collectives.axis import Axis, AxisLike, combined_axis
 from parallax.collectives.types import axes, linear, varying, varying_axes
+from parallax.trees import SpecsByPath
 
 
 class Comms(NamedTuple):
@@ -302,11 +302,7 @@ def rule(model: PyTree) -> Rule:
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
-    def split_layers(path: str, leaf: Any) -> P | None:
-        return specs.get(path)
-
-    # `rules.specs` refuses a rule that places no leaf. The empty list of rules may be idle.
-    return split_layers if specs else rules.first()
+    return SpecsByPath(specs)
 
 
 def _check_attention(model: PyTree) -> None:

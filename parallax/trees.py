@@ -63,6 +63,18 @@ def twice(paths: Sequence[str]) -> list[str]:
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
+class SpecsByPath(dict[str, PartitionSpec]):
+    """The rule that gives each path its spec, and knows no other path. An empty one may stand in a
+    list of rules."""
+
+    def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
+        """The spec of the path, or None."""
+        return self.get(path)
+
+    def __repr__(self) -> str:
+        return f"the specs of {len(self)} paths"
+
+
 # The axes along which one spec splits leaves with unequal numbers of rows. `mesh.spmd` sets it
 # while it traces, and `grads` refuses such a batch. Types do not tell a spec from another.
 UNEVEN_AXES = jax.make_user_context(frozenset())

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parallax._typing import PyTree, Rule, Specs
 from parallax.rules.makers import experts, first, fsdp, match, matches_glob
 from parallax.rules.placement import Placement, Refusal, name_of, no_axis, refused, stacked_axes
-from parallax.trees import RENAME, entry_axes, is_array, twice
+from parallax.trees import RENAME, SpecsByPath, entry_axes, is_array, twice
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
@@ -131,7 +131,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # in its stead
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        if not fresh and not _keeps_the_rest(part, wrappers, taken):
+        may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
+        if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
     for wrapper in (
