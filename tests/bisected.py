@@ -141,6 +141,7 @@ PLACED = (
     ("Programs.task", "[0 * chunk, self.index]"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),
+    ("Jobs.forward", "chosen(self.first"),
     ("Jobs.backward", 'row.saved["forward"][self.index]'),
     ("Jobs.weight", 'row.deferred["backward"]'),
     ("Jobs.weight", 'row.saved["backward"]'),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.collectives import types
-from parallax.jaxprs import called, inner, is_literal, scan_parts
+from parallax.jaxprs import called, inner, is_jax_function, is_literal, scan_parts
 from parallax.taps import LINEAR
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -138,11 +138,15 @@ class _Slice:
             self.taps[eqn.params["mark"].path, eqn.params["way"]] = None
             return []
         place, own = eqn.outvars.index(atom), called(eqn)
-        if own is not None or eqn.primitive.name == "scan":
+        # JAX keeps the program of a function of its own, such as jnp.where, with the lines of its
+        # first call. The equation that calls it has this call's.
+        is_kept = own is not None and is_jax_function(own) and not _has_tap(own)
+        if (own is not None and not is_kept) or eqn.primitive.name == "scan":
             jaxpr = own if own is not None else inner(eqn)[0]
             below = self._below(jaxpr, body, eqn)
             return [(below.jaxpr.outvars[place], below)]
-        for each in (eqn, *(each for jaxpr in inner(eqn) for each in _every(jaxpr))):
+        inside = [] if is_kept else [each for jaxpr in inner(eqn) for each in _every(jaxpr)]
+        for each in (eqn, *inside):
             names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in _frames(each)]
             self.functions |= dict.fromkeys(names[:1])
             self.callers.update(names[1:])
@@ -168,6 +172,10 @@ class _Slice:
         if where not in self.bodies:
             self.bodies[where] = _body(jaxpr, body, eqn)
         return self.bodies[where]
+
+
+def _has_tap(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive.name == "tap" for eqn in _every(jaxpr))
 
 
 def _every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
