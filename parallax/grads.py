@@ -7,6 +7,7 @@ on. A leaf that is not trained has a gradient of None. The order of wrapping is 
 outside `accumulated` reduces once per step, inside it once per microbatch.
 """
 
+import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ def accumulated(
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`; or `grad` is
             `clipped`.
     """
-    if microbatches < 1:
-        raise ValueError(f"accumulated needs microbatches of 1 or more; got {microbatches}.")
+    if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
+        raise ValueError(
+            "grads.accumulated needs microbatches, a whole number of 1 or more; got "
+            f"{microbatches!r}. Use microbatches=1 for the whole batch at once."
+        )
 
     def add(total, gradient):
         return total + gradient.astype(total.dtype)
@@ -86,12 +90,12 @@ def accumulated(
         def add_part(sums, numbered_part):
             part, number = numbered_part
             with taps.at(microbatch=number):
-                value, gradients = grad(params, part)
+                value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
 
         # The scan needs sums to begin with, and only a trace of `grad` tells their shapes.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes = jax.eval_shape(lambda: grad(params, first_part)[1])
+        shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, taps.numbered(microbatches)
         sums, values = lax.scan(add_part, jax.tree.map(zeros, shapes), numbered_parts)
         means = jax.tree.map(lambda total: total / microbatches, sums)
@@ -344,7 +348,7 @@ def local_gradients(
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
         # Without shares it runs as it is: a pipeline's checks follow its values to the parameters.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
-        value, gradients = program.run() if program else grad(declared, batch)
+        value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
         for name in sorted({*shares, *reduced_axes}):
             program = program or _Program(grad, declared, batch)
@@ -421,7 +425,7 @@ class _Program:
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
 
         def of_arrays(arrays):
-            return grad(*eqx.combine(arrays, static))
+            return loss_and_gradients(grad, *eqx.combine(arrays, static))
 
         self.closed: ClosedJaxpr
         self.closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(self.arrays)
@@ -546,7 +550,17 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
         >>> print(f"{grads.norm(gradients):.4f}")
         1.0000
     """
+    check_max_norm("grads.clipped", max_norm)
     return Clipped(grad, max_norm, tuple(reduce_norm_over))
+
+
+def check_max_norm(where: str, max_norm: Any) -> None:
+    """Raise `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
+    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
+        raise ValueError(
+            f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
+            "trained. Leave the clipping out, or give the largest norm that a step may have."
+        )
 
 
 @dataclass(frozen=True)
@@ -560,7 +574,7 @@ class Clipped:
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """The loss, and the clipped gradients."""
-        value, gradients = self.grad(params, batch)
+        value, gradients = loss_and_gradients(self.grad, params, batch)
         return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
 
 
@@ -653,6 +667,19 @@ def varies_along(x: Array, axis: AxisLike) -> bool:
 
 
 # The results of a gradient function
+
+
+def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    """What a gradient function returns. Raises `ValueError` where it returns something else."""
+    results = grad(params, batch)
+    if not isinstance(results, tuple) or len(results) != 2:
+        returned = "one array" if trees.is_array(results) else type(results).__name__
+        raise ValueError(
+            "A gradient function returns (loss, gradients), as jax.value_and_grad(loss) and "
+            "eqx.filter_value_and_grad(loss) do; this one returned "
+            f"{returned}. Use one of those two instead of the loss or jax.grad(loss)."
+        )
+    return results
 
 
 def loss_part(value: PyTree) -> Any:

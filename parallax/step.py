@@ -139,13 +139,14 @@ def make_scaled(
     step (`precision.adjusted`). Where the state has none, `grad_of` is given None. Arguments and
     errors are otherwise those of `make`.
     """
+    if max_norm is not None:
+        grads.check_max_norm("step.make", max_norm)
     by_path = {} if specs is None else trees.by_path(specs)
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
-        value, gradients = grad_of(None if state.scale is None else state.scale.value)(
-            state.model, batch
-        )
+        grad = grad_of(None if state.scale is None else state.scale.value)
+        value, gradients = grads.loss_and_gradients(grad, state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
         weights = grads.matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)

@@ -236,8 +236,8 @@ def test_equinox_models():
 
 
 ERRORS = {
-    "accumulated needs microbatches of 1 or more; got 0.": lambda: grads.accumulated(
-        grad, microbatches=0
+    "grads.accumulated needs microbatches, a whole number of 1 or more; got 0.": lambda: (
+        grads.accumulated(grad, microbatches=0)
     ),
     "The batch's leaf ['y'] has 6 rows on each "
     "device, which must divide by "

@@ -291,6 +291,12 @@ W = {
 B = rules.match("b", P())
 
 
+@pytest.mark.parametrize("batch_axes", ["data", ("data",)])
+def test_one_axis_of_the_batch_may_be_given_by_its_name(batch_axes):
+    with pytest.raises(ValueError, match="which splits the batch"):
+        rules.specs({"w": W["b"]}, rules.match("w", P("data")), batch_axes=batch_axes)
+
+
 def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
     every_leaf = rules.first(rules.match("a.**", P()), B)
     assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(

@@ -796,6 +796,9 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
         )
 
 
+NET_LOSS = functools.partial(two_layers, axis=())
+
+
 def weighted_by_class(params, batch):
     errors = (batch["x"] @ params - batch["y"]) ** 2
     return jnp.mean(batch["weights"][batch["label"]][:, None] * errors)
@@ -892,7 +895,43 @@ def test_a_loss_of_other_arguments_is_told_in_pythons_words(wrong):
     assert "share" not in str(refusal.value)
 
 
-NET = functools.partial(two_layers, axis=())
+NO_GRADIENT_FUNCTIONS = {"the loss": NET_LOSS, "jax.grad": jax.grad(NET_LOSS)}
+WRAPPERS = {
+    "accumulated": lambda grad: grads.accumulated(grad, microbatches=2),
+    "averaged": lambda grad: grads.averaged(grad, "data"),
+    "clipped": lambda grad: grads.clipped(grad, MAX_NORM),
+    "scattered": lambda grad: zero.reduce_scattered(grad, "data", P()),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("name", "message"), [("the loss", "one array"), ("jax.grad", "dict")])
+def test_what_is_no_gradient_function_is_told(name, message, wrapper):
+    arrow = WRAPPERS[wrapper](NO_GRADIENT_FUNCTIONS[name])
+    params = {key: PARAMS[key] for key in ("up", "down")}
+    with pytest.raises(ValueError, match=f"this one returned {message}.*instead of the loss"):
+        over(arrow, (P(), P("data")), P(), data=8)(params, BATCH)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_nothing_can_have_is_refused(max_norm):
+    clipped, make = grads.clipped, step.make
+    for name, wrapped in (
+        ("grads.clipped", lambda: clipped(PLAIN, max_norm)),
+        ("step.make", lambda: make(PLAIN, optax.sgd(0.1), max_norm=max_norm)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: max_norm must be above 0"):
+            wrapped()
+    clipped(PLAIN, float("inf"))
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2", None])
+def test_a_number_of_microbatches_is_a_whole_number(microbatches):
+    with pytest.raises(ValueError, match=f"a whole number of 1 or more; got {microbatches!r}"):
+        inspect.unwrap(grads.accumulated)(PLAIN, microbatches=microbatches)
+
+
+NET = NET_LOSS
 PLAIN_NET = jax.value_and_grad(NET)
 FORGOTTEN = {
     "averaged": (

@@ -78,6 +78,7 @@ def audit(
     batch_axes: Sequence[str] = (),
 ) -> Audit:
     """What `specs` gives and all that it refuses, in the order in which it would."""
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
         for wrapper in {
