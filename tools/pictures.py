@@ -101,7 +101,7 @@ if __name__ == "__main__":
     )
     for name, table in PICTURES.items():
         costs = {"backward": 1, "weight": 1} if table.weight is not None else {"backward": 2}
-        draw.timeline(table, folder / name, **costs)
+        draw.timeline(table, folder / name, title=name.removesuffix(".svg"), **costs)
         print(f"{name}: {draw.summary(table, **costs)}")
     counts = draw.in_flight(PICTURES["one_f_one_b_lockstep.svg"], folder / "in_flight.svg")
     print(f"in_flight.svg: {counts.splitlines()[1]}")

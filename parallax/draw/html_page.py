@@ -20,6 +20,7 @@ pre { background: #8881; padding: 0.8rem; border-radius: 6px; }
 pre.wraps { white-space: pre-wrap; }
 img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
 @media (max-width: 45em) {
+  pre { white-space: pre-wrap; }
   .picture { overflow-x: auto; }
   .picture img { max-width: min(56rem, 250vw); }
 }

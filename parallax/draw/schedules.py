@@ -61,11 +61,13 @@ def timeline(
     forward: Cost = 1,
     backward: Cost | None = None,
     weight: Cost = 1,
+    title: str = "",
 ) -> None:
     """Draw stages by time to `path` (PNG, SVG or PDF): jobs coloured by lane and shaded by chunk.
 
     A box holds its microbatch's number where there is room. The bubble stays grey. The right margin
-    gives the most microbatches that each stage holds. Jobs run in lockstep.
+    gives the most microbatches that each stage holds. Jobs run in lockstep. `title` stands before
+    the summary over the picture, such as the schedule's name.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -99,7 +101,8 @@ def timeline(
     named = zip(_letters(schedule).values(), costs, strict=True)
     units = ", ".join(f"{letter} {cost:g}" for letter, cost in list(named)[: len(schedule.lanes)])
     axes.set_xlabel(f"time; one microbatch through a whole stage takes {units}")
-    picture.suptitle(summary(schedule, *costs), size=10)
+    heading = [title, summary(schedule, *costs)] if title else [summary(schedule, *costs)]
+    picture.suptitle(": ".join(heading), size=10)
     in_flight = axes.secondary_yaxis("right")
     in_flight.set_yticks(range(P), [f"{count:g}" for count in schedule.in_flight])
     in_flight.set_ylabel("in flight, at most")
