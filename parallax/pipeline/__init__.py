@@ -1,5 +1,11 @@
-"""Pipeline parallelism: a checked table of jobs, run by all stages in step, without a conditional
-and in constant memory."""
+"""Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
+
+The way of a microbatch: `gradient.value_and_grad` makes the jobs and picks an executor; `lockstep`
+or `per_stage` runs them tick by tick; `jobs` has F, B, I, W, the embedding and the head; `programs`
+has the user's functions, traced once each.
+
+    gradient -> lockstep | per_stage -> jobs -> programs
+"""
 
 from parallax.pipeline.checks import Output
 from parallax.pipeline.exchange import Exchange, split_over, whole

@@ -4,7 +4,6 @@ Legend: P stages, M microbatches, v chunks a stage, L layers.
 """
 
 import math
-import operator
 from typing import Any
 
 import equinox as eqx
@@ -22,13 +21,13 @@ from parallax.schedule import Schedule
 
 
 class Output(eqx.Module):
-    """What a stage returns that has more to say than its `x`.
+    """The output of a stage that returns more than its `x`.
 
     Attributes:
-        x: what the next stage takes.
+        x: the input of the next stage.
         loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of
             layers is added to the head's loss, and differentiated with it.
-        aux: a tree of arrays, to look at.
+        aux: a tree of arrays, to log.
     """
 
     x: PyTree
@@ -37,8 +36,7 @@ class Output(eqx.Module):
 
 
 def blocks_of(params: PyTree) -> PyTree:
-    """`params.blocks`, what the stages split by default. Refuses with a `ValueError` parameters
-    that have none."""
+    """`params.blocks`; refuses with a `ValueError` parameters that have none."""
     try:
         return params.blocks
     except AttributeError:
@@ -81,25 +79,24 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         if leaf.ndim > 1 and leaf.shape[1] == 0:
             raise ValueError(
                 f"pipeline: {name} has shape {leaf.shape} on a stage, so each of the {devices} "
-                f"stages is without a layer. Take at least {schedule.chunks * devices} layers, one "
+                f"stages is without a layer. Use at least {schedule.chunks * devices} layers, one "
                 "for each chunk of each stage, or fewer stages or chunks."
             )
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuse with a `ValueError` a batch without a row, whose mean is no number."""
+    """Refuse with a `ValueError` an empty batch, which has no mean."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
                 f"pipeline: the batch's leaf {jax.tree_util.keystr(path) or 'itself'} has shape "
-                f"{leaf.shape} on each device: it is empty, and has no mean. Take at least one row "
+                f"{leaf.shape} on each device: it is empty, and has no mean. Use at least one row "
                 "for each microbatch on each device."
             )
 
 
 def activation(x: PyTree) -> None:
-    """Refuse with a `ValueError` what cannot travel from stage to stage: `x` is what embed
-    returns."""
+    """Refuse with a `ValueError` an output `x` of embed that cannot go from stage to stage."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -110,12 +107,10 @@ def activation(x: PyTree) -> None:
             )
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
-            "pipeline: embed returned "
-            f"{', '.join(form(path, leaf) for path, leaf in leaves) or 'no array'}, and at least "
-            "one array of floating-point numbers must go through the stages: the others travel "
-            "without a cotangent, so nothing before them would be trained. Let embed return what "
-            "it looks up, such as embeddings; the batch itself reaches every stage, as "
-            "`microbatch`."
+            f"pipeline: embed returned {forms(x)}, and at least one array of floating-point "
+            "numbers must go through the stages: the others travel without a cotangent, so "
+            "nothing before them would be trained. Let embed return what it looks up, such as "
+            "embeddings; the batch itself reaches every stage, as `microbatch`."
         )
 
 
@@ -123,13 +118,9 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
     """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of
     another shape or type."""
     if jax.tree.structure(returned) != jax.tree.structure(taken):
-        listed = lambda tree: (
-            ", ".join(form(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree))
-            or "nothing"
-        )
         raise ValueError(
-            f"pipeline: a stage must return the tree that it takes, {listed(taken)}, since its "
-            f"output is the next stage's input; it returned {listed(returned)}. Values beside x go "
+            f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
+            f"output is the next stage's input; it returned {forms(returned)}. Values beside x go "
             "into pipeline.Output(x, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
@@ -144,17 +135,15 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`:
-    the last stage's is the model's.
+    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`.
 
-    The second of the head's arguments is `x`.
+    Only the last stage's is the model's. The second of the head's arguments is `x`.
     """
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
-        summed = head_sums.added_up(traced.program, name)
-        if any(map(operator.and_, summed, of_x)):
+        if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
-                f"pipeline: the head sums over {name!r} what each stage made of its own x, and "
+                f"pipeline: the head sums over {name!r} what each stage computed of its own x, and "
                 "only the last stage's x is the model's. Return the loss of this x, without a sum "
                 "over stages or weights by the stage's index; or, for a head that the stages "
                 "share, begin with x = pipeline.from_last(x, axis)."
@@ -162,15 +151,14 @@ def head(traced: Traced, axis: Axis) -> None:
 
 
 def output(returned: Any) -> Output:
-    """What a stage returned, as an `Output` of arrays."""
+    """The value of a stage, as an `Output` of arrays."""
     returned = returned if isinstance(returned, Output) else Output(returned)
     loss = None if returned.loss is None else scalar("the stage's loss", returned.loss)
     return Output(jax.tree.map(jnp.asarray, returned.x), loss, aux_of("the stage", returned.aux))
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """The loss and the auxiliary values that the head returned; `aux` is None where there is
-    none."""
+    """The loss and the auxiliary values of the head's value; `aux` is None where it has none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 
@@ -199,6 +187,12 @@ def scalar(name: str, value: Any) -> Array:
             f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
         )
     return value
+
+
+def forms(tree: PyTree) -> str:
+    """The names, types and shapes of a tree's arrays."""
+    named = jax.tree.leaves_with_path(tree)
+    return ", ".join(form(path, leaf) for path, leaf in named) or "no array"
 
 
 def form(path: Any, leaf: Any) -> str:

@@ -1,5 +1,5 @@
-"""How an activation, or a cotangent, goes from one stage to the next: whole, or in parts by the
-devices that all have it."""
+"""How an activation, or a cotangent, goes from one stage to the next: whole, or in parts that
+several devices send."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from parallax.grads import axes_of
 
 
 class Exchange(NamedTuple):
-    """What a device sends of a tree of arrays, and how the receiver makes the tree of it again.
+    """A way to send a tree of arrays.
 
     Attributes:
-        part: of the tree, what this device sends.
-        whole: `(parts, like) -> tree`: of what came, the tree of the shapes and replication types
-            of `like`.
+        part: `tree -> parts`: the arrays that this device sends.
+        whole: `(parts, like) -> tree`: the tree of the received parts, with the shapes and
+            replication types of `like`.
     """
 
     part: Callable[[PyTree], PyTree]
@@ -35,9 +35,9 @@ def split_over(axis: AxisLike) -> Exchange:
     gathers over `axis`.
 
     Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each
-    array is cut along the largest of its dims that t divides. One without such a dim goes whole,
-    and so does one that differs along the axis already, as with sequence parallelism, where each
-    device has its own tokens.
+    array is cut along the largest of its dims that t divides. An array without such a dim goes
+    whole, and so does one that already differs along the axis, as with sequence parallelism, where
+    each device has its own tokens.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
     2104.04473), section 4.1.
@@ -53,19 +53,18 @@ def split_over(axis: AxisLike) -> Exchange:
 
     def gathered(leaf, wanted):
         dim = _cut_dim(wanted, axis)
-        return (
-            leaf
-            if dim is None
-            else replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
-        )
+        if dim is None:
+            return leaf
+        return replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
 
-    return Exchange(
-        lambda x: jax.tree.map(part_of, x), lambda parts, like: jax.tree.map(gathered, parts, like)
-    )
+    def parts(x):
+        return jax.tree.map(part_of, x)
+
+    return Exchange(parts, lambda parts, like: jax.tree.map(gathered, parts, like))
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """The dim along which an array is cut: the largest that the axis divides; None where it goes
+    """The dim along which an array is cut, the largest that the axis divides; None: it goes
     whole."""
     t = axis.size()
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):

@@ -60,60 +60,60 @@ def value_and_grad(
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Grad:
-    """The grad arrow of `head(stage(... stage(embed(batch))))`, its stages run as `schedule` says:
-    inside `mesh.spmd`.
+    """The gradient function of `head(stage(... stage(embed(batch))))`, its stages run as `schedule`
+    says. Call it inside `mesh.spmd`.
 
     It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch
     has its sequences as the first dim of every leaf, and is cut into M parts in order. Gradients
-    are summed, and returned, in float32 or wider; those of parameters that are the same on all
+    are summed, and returned, in float32 or wider. Those of parameters that are the same on all
     stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of all three functions, has all parameters; in `stage`,
-    `blocks(params)` is the chunk of layers at hand, without the dim of chunks. What is read there
-    has a gradient, wherever it is read.
+    `params`, the first argument of all three functions, has all parameters. In `stage`,
+    `blocks(params)` is one chunk of layers, without the dim of chunks. A parameter has a gradient
+    wherever it is read.
 
-    Each tick sends one activation to the next stage and one cotangent to the one before, by a
-    `ppermute` for each array. The time is that of `schedule.makespan`; what is held at once is
+    Each tick sends one activation to the next stage and one cotangent to the one before, by one
+    `ppermute` per array. The time is that of `schedule.makespan`. A device holds
     `schedule.slot_count` times what `save` saves of a chunk.
 
     Args:
-        embed: `(params, microbatch) -> x`: what enters the first stage, a tree of arrays. Those of
+        embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Those of
             floating-point numbers have a cotangent; others, such as masks, travel without. It runs
-            on all stages in each forward tick, and counts on the first. It may be shared out over
-            them, with collectives over `axis` inside.
-        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to vP -
-            1, is its place in the model. It returns a tree like `x`, or an `Output` with a term of
-            the loss or auxiliary values beside it.
+            on all stages in each forward tick, and counts on the first. The stages may share the
+            work, with collectives over `axis` inside.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
+            vP - 1, is its place in the model. It returns a tree like `x`, or an `Output` that also
+            has a term of the loss or auxiliary values.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs
             on all stages, in the ticks in which the last one has finished a microbatch. A loss that
-            varies over `axis` counts on the last stage; one that is the same on all was shared out
-            (begin with `from_last`).
+            varies over `axis` counts on the last stage. A loss that is the same on all stages was
+            computed by them together (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
-        axis: the axis of the stages, or several as one; its algorithm joins the gradients of the
+        axis: the axis of the stages, or several as one; its algorithm reduces the gradients of the
             parameters that all stages have.
-        blocks: picks from `params` what is split over the stages, by default `params.blocks`. Each
-            of its arrays has a first dim of v chunks.
-        trainable: which leaves have a gradient, as in `step.init`; that of the others is None, and
-            nothing is held for it.
-        save: what waits for the backward tick: `residuals`, or `inputs`, the stage's input alone,
-            and the rest is computed again.
+        blocks: picks from `params` the blocks that are split over the stages, by default
+            `params.blocks`. Each of their arrays has a first dim of v chunks.
+        trainable: the leaves that have a gradient, as in `step.init`. The gradient of the others is
+            None, and takes no memory.
+        save: what waits for the backward tick: `residuals`, or `inputs`, which saves only the
+            stage's input and computes the rest again.
         send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all
             have them.
-        scatter: what becomes of each microbatch's gradients before they are added up, such as
-            `zero.reduce_scatter`, by which each replica keeps sums for its share alone (ZeRO-2). It
-            is given a tree like the parameters, with None for what a lane does not differentiate
-            and one chunk of the blocks, and runs in each tick of that lane.
-        aux: what becomes of auxiliary values, which come stacked: the head's [M, ...] each, and
-            those of stages, as `Aux.stages`, [M, vP, ...]. Where stages have some the arrow returns
-            `((loss, Aux(head, stages)), gradients)`, and where the head alone has,
+        scatter: applied to each microbatch's gradients before they are added up, such as
+            `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
+            takes a tree like the parameters, with None for what a lane does not differentiate and
+            one chunk of the blocks, and runs in each tick of that lane.
+        aux: applied to the stacked auxiliary values: the head's [M, ...] each, and those of stages,
+            as `Aux.stages`, [M, vP, ...]. Where stages have some, the function returns
+            `((loss, Aux(head, stages)), gradients)`, and where only the head has,
             `((loss, aux), gradients)`.
 
     Raises:
         ValueError: the schedule has other stages than the axis; the batch does not divide by M, or
             is empty; `params` has no `blocks`, and no `blocks` is given; an array of
             `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns
-            another tree than it takes; or one of the functions reads what it would have no gradient
-            of: a parameter by closure, or, outside the stage, the blocks.
+            another tree than it takes; or a function reads what would have no gradient: a parameter
+            by closure, or, outside the stage, the blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -121,11 +121,7 @@ def value_and_grad(
 
     def grad(params, batch):
         jobs = Jobs(
-            functions,
-            schedule,
-            axis,
-            params,
-            batch,
+            *(functions, schedule, axis, params, batch),
             save=save,
             send=send,
             scatter=scatter,
@@ -147,8 +143,8 @@ def value(
     send: Exchange = whole,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
-    """The loss arrow that `value_and_grad` differentiates, for evaluation: the schedule's forward
-    lane alone, nothing kept.
+    """The loss function that `value_and_grad` differentiates, for evaluation: only the schedule's
+    forward lane, and nothing is saved.
 
     Arguments and errors are those of `value_and_grad`; with auxiliary values it returns
     `(loss, aux)`. A parameter may come by closure.
@@ -157,21 +153,19 @@ def value(
     functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
-        return _run(
-            Jobs(functions, schedule, axis, params, batch, save=None, send=send), params, aux
-        )[0]
+        jobs = Jobs(functions, schedule, axis, params, batch, save=None, send=send)
+        return _run(jobs, params, aux)[0]
 
     return loss
 
 
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
-    """The last stage's `x` on all stages, for a head that they share. One all-reduce; its transpose
-    keeps the cotangent."""
+    """The last stage's `x` on all stages, for a head that they compute together.
+
+    It is one all-reduce, and its transpose keeps the cotangent.
+    """
     axis = Axis.of(axis)
-    last = axis.index() == axis.size() - 1
-    return axis.all_reduce(
-        jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros((), leaf.dtype)), x)
-    )
+    return axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
@@ -180,7 +174,7 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)
-    # What was the same on all stages is reduced; what is split over them is done.
+    # Each stage has its part of the gradients of what all stages have; the blocks' are complete.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
@@ -192,16 +186,14 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """The auxiliary values, the same on all stages: the head's [M, ...], those of the stages [M,
-    vP, ...]."""
+    """The auxiliary values, the same on all stages: the head's [M, ...], the stages' [M, vP,
+    ...]."""
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        return (
-            values
-            if jobs.shared_out(values)
-            else axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
-        )
+        if jobs.shared_out(values):
+            return values
+        return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
         M, v, *shape = values.shape
@@ -210,7 +202,6 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
             by_stage, sequence_after(values, after), jobs.index, 2
         )
         by_chunk = axis.all_reduce(by_stage).reshape(M, v * schedule.stages, *shape)
-        order = np.argsort(schedule.placed, axis=None)
-        return by_chunk if np.array_equal(order, np.arange(order.size)) else by_chunk[:, order]
+        return by_chunk[:, np.argsort(schedule.placed, axis=None)]
 
     return Aux(jax.tree.map(of_head, sums.of_head), jax.tree.map(of_stages, sums.of_stages))

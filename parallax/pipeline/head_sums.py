@@ -1,10 +1,9 @@
-"""Whether a pipeline's head adds up, over the stages, what the stages before the last one have in
-the place of `x`.
+"""Finds a head that sums over the stages what the stages before the last one computed of their `x`.
 
 The head runs on every stage, and only the last one has the model's output. A sum over stages is
-right where it takes that one alone: behind a factor, or a choice, that is zero on all others. Both
-are made of the stage's index, which is the only thing that a traced program leaves open, so they
-are computed for every stage and looked at.
+right if it takes only that one: after a factor, or a choice, that is zero on all others. Both are
+computed from the stage's index, the only thing that a traced program does not know, so their
+numbers are computed here for every stage.
 """
 
 import functools
@@ -18,60 +17,57 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax import jaxprs
 from parallax.collectives import types
 
-# These change an array's type alone, and do not run outside of a map.
+# These change only an array's type, and do not run outside of a map.
 CASTS = frozenset({"copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary"})
-SMALL = 4096  # elements: of a larger array the numbers are not looked at
+SMALL = 4096  # elements: the numbers of a larger array are not computed
 
 
 class Terms(NamedTuple):
-    """What is known of a value on a stage.
+    """The dependence of a value on a stage.
 
     Attributes:
-        early: the arguments of which a stage before the last one has its own part in the value, one
-            bit for each.
+        early: whether a stage before the last one has its own `x` in the value.
         is_number: whether it depends on no argument.
         indexed: whether it depends on the stage's index.
-        by_index: of a number, what it is on the stage of an index; None where that is not to be
-            had.
+        by_index: for a number, its value by the stage's index; None where that is unknown.
     """
 
-    early: int = 0
+    early: bool = False
     is_number: bool = False
     indexed: bool = False
     by_index: Callable[[int], Any] | None = None
 
-    def __or__(self, other: tuple[Any, ...]) -> "Terms":
-        """What is known of a function of both, or of either."""
-        return Terms(self.early | other[0], self.is_number and other[1], self.indexed or other[2])
+    def __or__(self, second: tuple[Any, ...]) -> "Terms":
+        """The dependence of a function of both, or of either."""
+        early, is_number, indexed, _ = second
+        return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
-def added_up(program: ClosedJaxpr, axis: str) -> list[bool]:
-    """For each argument of a program, whether a sum over `axis` takes the part of a device that is
-    not the last one.
+def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
+    """Whether a sum over `axis` takes the part of a device that is not the last one; `of_x` says
+    which arguments are `x`.
 
-    A factor or a choice by the device's index is taken for a right one where its numbers are not to
-    be had: it has more than `SMALL` elements, or others in each trip of a loop.
+    A factor or a choice by the device's index counts as right where its numbers are unknown: it has
+    more than `SMALL` elements, or other numbers in each trip of a loop.
     """
     sums = _Sums(axis)
     constants = [
         Terms() if isinstance(value, core.Tracer) else sums.written(value)
         for value in program.consts
     ]
-    sums.run(
-        jaxprs.opened(program), [Terms(1 << i) for i in range(len(program.in_avals))], constants
-    )
-    return [bool(sums.added >> i & 1) for i in range(len(program.in_avals))]
+    sums.run(jaxprs.opened(program), list(map(Terms, of_x)), constants)
+    return sums.added
 
 
 class _Sums(jaxprs.Following):
-    """Follows arguments to sums over the devices of an axis; `added` are those of which devices
-    before the last one are in."""
+    """Follows `x` to sums over the devices of an axis; `added` says whether devices before the last
+    one are in any."""
 
     unknown = Terms()
 
     def __init__(self, axis: str):
         super().__init__(axis)
-        self.added = 0
+        self.added = False
         self.stages = range(types.axis_size(axis) - 1)  # before the last one
 
     def written(self, value: Any) -> Terms:
@@ -83,18 +79,17 @@ class _Sums(jaxprs.Following):
             return self._index(eqn.params["axis_name"])
         joined = self.met(operands)
         if joined.early and self.is_sent(eqn):
-            is_sum = "all_gather" not in name and not differs
-            self.added |= joined.early if is_sum else 0
+            self.added |= "all_gather" not in name and not differs
             return Terms()
-        if all(each.is_number for each in operands) and _is_local(eqn):
+        if all(operand.is_number for operand in operands) and _is_local(eqn):
             joined = self._number(eqn, operands, aval)
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # What is the same on all stages is no stage's own part, such as the condition by which
-        # `cpu.sequence_after` waits.
-        return joined if differs else joined._replace(early=0)
+        # A value that is the same on all stages is no stage's own part: for example the condition
+        # by which `cpu.sequence_after` waits.
+        return joined if differs else joined._replace(early=False)
 
     def loop(self, body, constants, carry, sliced):
         """Numbers in a loop may be others in each trip."""
@@ -107,35 +102,30 @@ class _Sums(jaxprs.Following):
     def _index(self, axis: str) -> Terms:
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
-        # Along another axis of the stages the last device is looked at: the last stage is the last
+        # Along another axis of the stages only the last device matters: the last stage is the last
         # along each.
         return self.written(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """What is known of a result of numbers, none of which is of an argument."""
-        known = [each.by_index for each in operands if each.by_index]
+        """The dependence of a result of numbers, none of which depends on an argument."""
+        known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
-        return Terms(
-            is_number=True, indexed=any(each.indexed for each in operands), by_index=computed
-        )
+        indexed = any(operand.indexed for operand in operands)
+        return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """What a value is on each stage before the last one; nothing where that is not to be
-        had."""
-        return (
-            [np.asarray(value.by_index(index)) for index in self.stages] if value.by_index else []
-        )
+        """The value on each stage before the last one; nothing where it is unknown."""
+        if value.by_index is None:
+            return []
+        return [np.asarray(value.by_index(index)) for index in self.stages]
 
     def _is_zero(self, factor: Terms) -> bool:
-        return (
-            factor.is_number
-            and factor.indexed
-            and not any(numbers.any() for numbers in self._before_the_last(factor))
-        )
+        is_factor = factor.is_number and factor.indexed
+        return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """What a choice takes on the stages before the last one."""
+        """The dependence of a choice on the stages before the last one."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -152,7 +142,7 @@ def _is_local(eqn: JaxprEqn) -> bool:
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """The result of an equation on the stage of an index, computed now."""
+    """The result of an equation on the stage of this index."""
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]

@@ -31,7 +31,7 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
-    """A table of layers as even as can be: the first places have one more where they do not divide.
+    """The most even table of layers: the first places have one more where they do not divide.
 
     Raises:
         ValueError: there are fewer layers than places, so that a stage would be without one.
@@ -40,15 +40,14 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     if layers < places:
         raise ValueError(
             f"pipeline.layers_per_stage: {layers} layers on {stages} stages of {chunks} chunks "
-            f"leave a stage without a layer. Take at least {places} layers, or fewer stages or "
+            f"leave a stage without a layer. Use at least {places} layers, or fewer stages or "
             "chunks."
         )
     return (layers // places + (np.arange(places) < layers % places)).reshape(chunks, stages)
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Blocks of [L, ...] in the order of the model as [v, P n, ...], whose dim 1 is to be split
-    over the stages.
+    """Blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over stages.
 
     The padding repeats a place's last layer, so that what it computes is as finite as the rest. It
     is never used, its gradient is 0, and an optimizer that decays weights moves it.
@@ -82,7 +81,7 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, "
-                f"...], and an array of the blocks has shape {w.shape}. Take the whole model, "
+                f"...], and an array of the blocks has shape {w.shape}. Pass the whole model, "
                 "outside of mesh.spmd, and the table that it was padded by."
             )
         return w.reshape(-1, *w.shape[2:])[real]
@@ -97,12 +96,12 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """`x` after the layers of one place: `layer(weights, x, number)`, `number` counting the model's
-    layers from 0.
+    """`x` after the layers of one place: `layer(weights, x, number)`, with the layer's number in
+    the model.
 
-    All places run n layers, since the stages keep step; where a place has fewer, the results of the
-    rest are thrown away. A pipeline of v P places then takes the time of v P n layers instead of L:
-    12 instead of 10 for the table above.
+    All places run n layers, since all stages run one program; where a place has fewer, the results
+    of the rest are dropped. A pipeline of v P places then takes the time of v P n layers instead of
+    L: 12 instead of 10 for the table above.
     """
     table = checked(table)
     count, first = (
@@ -118,12 +117,10 @@ def run_layers(
 
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
-    def after_a_layer(x):
-        return jax.eval_shape(
-            lambda x: layer_or_none(x, jax.tree.map(lambda w: w[0], layers))[0], x
-        )
-
-    return lax.scan(layer_or_none, settled(x, after_a_layer), layers)[0]
+    first_layer = jax.tree.map(lambda w: w[0], layers)
+    # A loop's carry must enter with the replication types that it leaves with.
+    x = settled(x, lambda x: jax.eval_shape(layer_or_none, x, first_layer)[0])
+    return lax.scan(layer_or_none, x, layers)[0]
 
 
 def checked(table: Layers) -> Layers:
@@ -150,11 +147,10 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Blocks of [v, L / v, ...] in the order of the model, in that of a schedule's `placed`: chunk
-    c of stage s is at its place.
+    """Blocks of [v, L / v, ...] in the model's order, reordered for a schedule's `placed`.
 
-    It changes nothing where the placement is looped, chunk c of stage s at c P + s, as in all
-    schedules that keep step. Blocks of uneven layers are `pad_layers` first.
+    It changes nothing if the placement is looped, chunk c of stage s at place c P + s, as in all
+    schedules in lockstep. Blocks of uneven layers go through `pad_layers` first.
 
     Raises:
         ValueError: the blocks are of other chunks, or their layers do not divide by the places.
@@ -184,10 +180,9 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """What `Aux.stages` has of this stage's chunks, `[vP, ...] -> [v, ...]` each: beside its
-    blocks.
+    """The values in `Aux.stages` of this stage's chunks: `[vP, ...] -> [v, ...]` each.
 
-    For `step.make(after_update=...)`.
+    It is for `step.make(after_update=...)`.
 
     `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one
     stage it is all of them, as `unpipelined` returns them.
@@ -203,7 +198,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
             f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
-    own_places = jnp.asarray(placement)[:, axis.index()]
+    local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
         if leaf.shape[:1] != (placement.size,):
@@ -212,7 +207,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
                 f"{placement.size}, the places of the model. Pass what `Aux.stages` has, with the "
                 "mean over microbatches taken."
             )
-        return leaf[own_places]
+        return leaf[local_places]
 
     return jax.tree.map_with_path(of_this_stage, stages)
 
@@ -220,8 +215,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Arguments for `Checkpoints`, of a state whose model's blocks, `blocks(model)`, are [v, L / v,
-    ...]: stored as [L, ...].
+    """Arguments for `Checkpoints` that store the blocks of a state's model, [v, L / v, ...], as
+    [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
     without a pipeline, reads them. The optimizer's arrays of the blocks are stored in the same way:

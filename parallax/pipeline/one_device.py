@@ -93,7 +93,7 @@ def _loss(
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """What a loss arrow returns: the loss, or `(loss, aux)` where there are auxiliary values."""
+    """The value of a loss function: the loss, or `(loss, aux)` where there are auxiliary values."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

@@ -2,8 +2,8 @@
 
 A choice takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two
 functions, for the two ticks. Only `out` is differentiated, in `trained` and in the floating-point
-leaves of `x`. `given` is known in both ticks (other parameters, the microbatch), so no slot needs to
-hold it.
+leaves of `x`. `given` is known in both ticks (other parameters, the microbatch), so no slot needs
+to hold it.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
