@@ -745,8 +745,8 @@ PIPELINE = (
     ),
     Mutant(
         "_stacked_aux",
-        "else by_chunk[:, order]",
-        "else by_chunk",
+        "by_chunk[:, np.argsort(schedule.placed, axis=None)]",
+        "by_chunk",
         IN_TURNS + "test_auxiliary_values_are_in_order",
     ),
     Mutant(

@@ -326,13 +326,13 @@ def test_what_does_not_fit_is_refused(name):
             lambda params: params,
             0,
             "pipeline: the batch's leaf itself has shape (0, 4) on each device: it is empty, and "
-            "has no mean. Take at least one row for each microbatch on each device.",
+            "has no mean. Use at least one row for each microbatch on each device.",
         ),
         (
             lambda params: params | {"blocks": {"w": params["blocks"]["w"][:, :0]}},
             8,
             "pipeline: the blocks' array ['w'] has shape (1, 0, 4, 4) on a stage, so each of the "
-            "2 stages is without a layer. Take at least 2 layers, one for each chunk of each "
+            "2 stages is without a layer. Use at least 2 layers, one for each chunk of each "
             "stage, or fewer stages or chunks.",
         ),
     ],
@@ -376,7 +376,7 @@ def test_a_head_that_some_stages_share_is_refused():
         (
             lambda: pipeline.layers_per_stage(3, 4),
             "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a "
-            "layer. Take at least 4 layers, or fewer stages or chunks.",
+            "layer. Use at least 4 layers, or fewer stages or chunks.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
@@ -396,7 +396,7 @@ def test_a_head_that_some_stages_share_is_refused():
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
             "pipeline.unpad_layers: the table is of blocks [1, 4, ...], and an array of the "
-            "blocks has shape (1, 3, 2). Take the whole model, outside of mesh.spmd, and the "
+            "blocks has shape (1, 3, 2). Pass the whole model, outside of mesh.spmd, and the "
             "table that it was padded by.",
         ),
     ],
