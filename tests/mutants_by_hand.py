@@ -446,7 +446,7 @@ LAYERS = (
         "pass",
         f"{WRAPPED} -k 'gather_counts and lax'",
     ),
-    Mutant("_Sums.plain", "joined.early if is_sum else 0", "0", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant("_Sums.plain", '|= "all_gather" not in name', "|= False", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant(
         "_Sums.plain", "any(map(self._is_zero, operands))", "True", f"{WRAPPED} -k 'a_head_sums'"
     ),

@@ -143,7 +143,7 @@ def head(traced: Traced, axis: Axis) -> None:
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
-                f"pipeline: the head sums over {name!r} what each stage computed of its own x, and "
+                f"pipeline: the head sums over {name!r} what each stage made of its own x, and "
                 "only the last stage's x is the model's. Return the loss of this x, without a sum "
                 "over stages or weights by the stage's index; or, for a head that the stages "
                 "share, begin with x = pipeline.from_last(x, axis)."
