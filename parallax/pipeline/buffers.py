@@ -19,7 +19,7 @@ Counts: TypeAlias = Bool[Array, ""] | bool
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
     """The tree `a` where the condition holds, else `b`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+    return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
@@ -27,7 +27,11 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
     # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is NaN.
     if counts is True:
         return tree
-    return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros((), leaf.dtype)), tree)
+
+    def leaf(x):
+        return jnp.where(counts, x, jnp.zeros((), x.dtype))
+
+    return jax.tree.map(leaf, tree)
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
@@ -83,6 +87,7 @@ def saved_in(slots: list[Any], arrays: Sequence[Any], slot: Int[Array, ""]) -> l
     """The slots of `slots_for` after these arrays have gone into one of them."""
 
     def one(buffer, x):
+        # A constant has no slots: F computes the same one for each microbatch.
         return x if buffer.ndim == x.ndim else lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
 
     return [one(buffer, _numbers(x)) for buffer, x in zip(slots, arrays, strict=True)]

@@ -55,6 +55,7 @@ def split_over(axis: AxisLike) -> Exchange:
         dim = _cut_dim(wanted, axis)
         if dim is None:
             return leaf
+        # All devices have gathered the same parts, which JAX cannot know.
         return replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
 
     def parts(x):
@@ -67,6 +68,7 @@ def _cut_dim(x: Array, axis: Axis) -> int | None:
     """The dim along which an array is cut, the largest that the axis divides; None: it goes
     whole."""
     t = axis.size()
+    # What differs along the axis already has no part on another device.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
     dims = [dim for dim in range(x.ndim) if x.shape[dim] % t == 0]

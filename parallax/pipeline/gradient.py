@@ -181,6 +181,7 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     )
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
+    # After the gradients: on a CPU all devices must run their all-reduces in one order.
     aux_values = _stacked_aux(jobs, sums, (losses, gradients))
     return with_aux(functools.reduce(jnp.add, losses), aux_values, aux), gradients
 
@@ -196,6 +197,7 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
+        # Each stage fills its own column, so that the sum over the stages stacks them.
         M, v, *shape = values.shape
         by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)
         by_stage = lax.dynamic_update_index_in_dim(

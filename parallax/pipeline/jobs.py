@@ -8,6 +8,7 @@ the carry with what it saved and added up. The executors, `lockstep` and `per_st
 runs and what becomes of what it sends.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -87,7 +88,11 @@ class Jobs(Programs):
         """The carry before the first tick: so many slots, and sums of zero."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         loss, of_head = self.programs["head"].out[0]
-        zeros = lambda tree: jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
+
+        def zeros(tree):
+            # `scatter` may return shards, so their shapes are those of its result.
+            return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
+
         sums = Sums(
             loss=wide_zeros(loss),
             terms=jax.tree.map(wide_zeros, self.terms.loss),
@@ -118,14 +123,16 @@ class Jobs(Programs):
         """F: a chunk of layers, of `entered` at the first place of the model, else of `arrived`."""
         task = self.task_of(row, "forward")
         trained, given = self.known(params, task)
+        # By the place, not by the stage: stage 0 also has later places of the model.
         x = chosen(task.position == 0, entered, arrived)
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
         place = task.microbatch, task.chunk
 
         def with_value(values, value):
-            return values.at[place].set(
-                value if task.valid is True else jnp.where(task.valid, value, values[place])
-            )
+            if task.valid is not True:
+                # An idle stage has microbatch 0 as its number, whose value it must not overwrite.
+                value = jnp.where(task.valid, value, values[place])
+            return values.at[place].set(value)
 
         slots = saved_in(carry.saved, saved, row.saved["forward"][self.index])
         carry = carry._replace(saved=slots).with_sums(
@@ -141,6 +148,7 @@ class Jobs(Programs):
         beside what F saved."""
         task = self.task_of(row, "backward")
         saved = loaded(carry.saved, self.saved, row.saved["backward"][self.index])
+        # A backward pass is linear in its cotangent, so that of an idle tick is 0.
         ct = masked(task.valid, ct), self.seed
         ct, results = self.programs["backward"](ct, *self.known(params, task), saved)
         if not self.in_halves:
@@ -168,13 +176,15 @@ class Jobs(Programs):
         (loss, aux), (ends, ct) = self.programs["head"](params, y, *self.finished(row.finished))
         of_head = put(carry.sums.of_head, aux, row.finished)
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
+        # On a stage whose loss does not count, the head may have computed NaN from its own x.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """The tree of the stage so many before this one."""
         if not distance:
             return tree
-        return jax.tree.map(lambda leaf: send_next(leaf, self.axis.names, distance=distance), tree)
+        send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
+        return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
@@ -182,6 +192,8 @@ class Jobs(Programs):
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
         """The carry with a chunk's gradients added. `scatter` sees them as blocks of one chunk."""
         as_blocks = self.scatter(jax.tree.map(lambda d: d[None], gradients.blocks))
+
+        # The sum is masked, not the cotangent alone: 0 times an idle tick's NaN is NaN.
 
         def leaf(total, d):
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))

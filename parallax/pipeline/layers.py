@@ -9,6 +9,7 @@ Legend: P stages, v chunks per stage, L layers, n the most layers of one place. 
     x = pipeline.run_layers(layer, params.blocks, x, position, table)  # in the stage
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """
     table = checked(table)
     longest, first = table.max(), _first(table)
+    # Places with fewer layers repeat their last one.
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
@@ -113,7 +115,8 @@ def run_layers(
     def layer_or_none(x, weights_and_number):
         weights, i = weights_and_number
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
-        return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), y, x), None
+        # A choice, not a conditional: stages with fewer layers run the same collectives.
+        return jax.tree.map(functools.partial(jnp.where, i < count), y, x), None
 
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
@@ -174,6 +177,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
+    # A looped placement is the model's order: no copy.
     if np.array_equal(order, np.arange(v * P)):
         return blocks
     return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
@@ -255,6 +259,7 @@ def stored(
 
             def leaf(path, x):
                 i = trees.parameter_index(path, paths)
+                # The optimizer may also hold arrays of other shapes, such as factored moments.
                 is_block = i is not None and mesh.is_array(x) and leading[i] == x.shape[:dims]
                 return change(x) if is_block else x
 

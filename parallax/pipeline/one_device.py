@@ -88,7 +88,8 @@ def _loss(
         x = outputs[-1].x
     total, of_head = checks.loss_and_aux(head(params, x, batch))
     total = sum((output.loss for output in outputs if output.loss is not None), start=total)
-    of_stages = jax.tree.map(lambda *values: jnp.stack(values), *(output.aux for output in outputs))
+    aux = [output.aux for output in outputs]
+    of_stages = jax.tree.map(lambda *values: jnp.stack(values), *aux)
     return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 

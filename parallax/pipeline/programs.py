@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -143,6 +144,7 @@ class Programs:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.send, self.scatter = send, scatter
+        # Varying, so that JAX does not sum the gradients over the stages in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
@@ -164,6 +166,7 @@ class Programs:
         """The job of this number, or of -1."""
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
+        # Per stage a job runs only where the table has one.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, params: Parameters, task: Task) -> tuple[Trained, Given]:
@@ -179,13 +182,12 @@ class Programs:
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
         """One microbatch of the batch."""
-        return jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False),
-            self.microbatches,
-        )
+        take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
+        return jax.tree.map(take, self.microbatches)
 
     def _of_chunk(self, params: Parameters, chunk: Int[Array, ""]) -> Parameters:
         def one(w):
+            # The only chunk needs no index from the table.
             if self.schedule.chunks == 1:
                 return w[0]
             return lax.dynamic_index_in_dim(w, chunk, keepdims=False)
@@ -211,6 +213,7 @@ class Programs:
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
+        # Each stage has other blocks, so what embed or head reads of them is not the model's.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -233,7 +236,8 @@ class Programs:
             with taps.at(microbatch=number):
                 return checks.output(self.functions.stage(params.whole(), x, rows, position))
 
-        task = self.task(self.index * 0)  # it differs between stages
+        # Job 0, as a number that may differ between stages: the types are those of later calls.
+        task = self.task(self.index * 0)
         chunk = self._of_chunk(self.params, task.chunk)
         given = self.rows(task.microbatch), task.position, taps.job(task.microbatch, task.valid)
 
@@ -276,8 +280,11 @@ class Programs:
         """Trace F, and B or I and W; without `save` only F."""
         known = self.known(self.params, self.task(self.index * 0))
         if save is None:
-            f = lambda *arguments: (self._differentiable_stage(*arguments), [])
-            self.programs["forward"] = trace(f, known[0], self.x, known[1])
+
+            def saving_nothing(trained, x, given):
+                return self._differentiable_stage(trained, x, given), []
+
+            self.programs["forward"] = trace(saving_nothing, known[0], self.x, known[1])
             return
         forward, backward = save(self._differentiable_stage)
 
@@ -287,8 +294,10 @@ class Programs:
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
+        # The cotangent of the stage's own term of the loss, of which all count equally.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
-        both = self.programs["backward"] = trace(transposed, out, *known, self.saved)
+        both = trace(transposed, out, *known, self.saved)
+        self.programs["backward"] = both
         if not self.in_halves:
             return
         ct, gradients = both.out
@@ -307,6 +316,7 @@ class Programs:
             def loss_of(ends, moving):
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
+                # The mask is inside, so that the gradient is 0 where the loss does not count.
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:

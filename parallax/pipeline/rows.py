@@ -46,10 +46,12 @@ class Row(NamedTuple):
 def rows(schedule: Schedule) -> Row:
     """The schedule's tables, with the slots and the microbatches at both ends of the pipeline."""
     P, v = schedule.stages, schedule.chunks
+    # The slot after all others, in which nothing is read.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
     from_head = nowhere.copy()
+    # In lockstep a message is used in the next tick, so only the head's cotangents wait.
     for message in schedule.messages if schedule.per_stage else ():
         slot = schedule.arrivals[message]
         lane = "forward" if schedule.forward[message.used, message.target] >= 0 else "backward"

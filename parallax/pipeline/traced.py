@@ -74,7 +74,8 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """`x` with the replication types that it keeps through `f`; they only grow."""
+    """`x` with the replication types that it keeps through `f`."""
+    # The types only grow, along at most as many axes as the mesh has, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
         x = match_varying(x, jax.tree.map(jnp.zeros_like, f(x)))
@@ -84,6 +85,7 @@ def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
 
 def _live(jaxpr: Jaxpr) -> set[Any]:
     """The variables that the results of `jaxpr` depend on."""
+    # Backwards, an equation is needed if a later one reads a result of it.
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or live & set(eqn.outvars):

@@ -58,6 +58,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         ValueError: the file is not a table, or its table cannot run; the message names the line.
     """
     try:
+        # Spreadsheets write a byte-order mark.
         text = _files.read(path, "a table of text").decode("utf-8-sig")
         header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
@@ -134,6 +135,7 @@ def _from_0(order: list[Job]) -> list[Job]:
     numbers: dict[tuple[str, int], list[int]] = {}
     for job in order:
         numbers.setdefault((job.lane, job.place), []).append(job.microbatch)
+    # Their backwards are numbered from 0, which tells them from a file with a missing job.
     from_1 = set()
     for (lane, place), forward in numbers.items():
         backward = sorted(numbers.get(("backward", place), ()))

@@ -52,6 +52,7 @@ def start_times(
     starts: dict[Job, float] = {}
     stops: dict[Job, float] = {}
     free, begun = [0.0] * len(orders), [0] * len(orders)
+    # Each round starts the jobs whose inputs exist; a round without a new job is a deadlock.
     before = -1
     while before < len(starts):
         before = len(starts)

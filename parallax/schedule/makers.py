@@ -62,6 +62,7 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
         ValueError: as for `gpipe`.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
+    # Stage s ends I earlier than stage 0 by s ticks, so all stages end W together.
     tick, job = _backwards(P, M, v)
     return _schedule(P, v, _forwards(P, M, v), (tick, job), (tick + np.arange(P), job))
 
@@ -70,6 +71,7 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
     """P, M and v; refused with a `ValueError` where their table is too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
+    # Before any array is made: a table of 10^9 cells would fill the memory.
     if (M + 2 * P) * v * P > MOST:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(

@@ -32,6 +32,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     P, M = checked_sizes(stages=stages, microbatches=microbatches)
     orders = []
     for s in range(P):
+        # The stages behind this one need so many microbatches before the first comes back.
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
@@ -77,7 +78,9 @@ def greedy(
     begin = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
         for job in begin:
+            # A later place comes first: its microbatch is nearer to its backward pass.
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
+        # What becomes ready in this tick starts in the next one at the earliest.
         begin, before = [], left
         for s in range(P):
             full = holds[s] >= held[s]

@@ -52,7 +52,8 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
     """A slot for each interval, so that no two that overlap share one, with the fewest slots."""
     slots, busy, free = [0] * len(intervals), [], []
     count = 0
-    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+    # In order of their start, each with the lowest free slot: this needs the fewest slots.
+    for i in sorted(range(len(intervals)), key=intervals.__getitem__):
         while busy and busy[0][0] <= intervals[i].start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
@@ -76,6 +77,7 @@ def coloured(
     for s in range(lanes[first].shape[1]):
         columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
+        # A tick without a first job also gets a slot: in lockstep an idle stage writes there.
         written = fewest(
             [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
         )

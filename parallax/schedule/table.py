@@ -153,6 +153,7 @@ class Schedule:
                 "Place 0 of the model must be on stage 0, where what enters is at hand; got "
                 f"{placement.tolist()}. Number the stages from it on."
             )
+        # The record is frozen, so this is the way to set a field.
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "chunks", len(placement))
         _check(self)
@@ -251,6 +252,7 @@ class Schedule:
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
+        # An idle stage is cheaper than any job, also than one of cost 0.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
@@ -512,8 +514,20 @@ def _check(schedule: Schedule) -> None:
                 f"tick {tick + 1}{' or later' if per_stage else ''}."
             )
             raise _cannot_run(schedule, lane, m, places[k + 1], needs)
-    # The walks from stage to stage are right, so the rest follows from the places where one lane
-    # starts another.
+    _check_causes(schedule)
+    idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
+    if idle.size and not per_stage:
+        problem = "no job runs here, nor on any other stage. Leave this tick out."
+        raise CannotRun(int(idle[0]), 0, problem)
+
+
+def _check_causes(schedule: Schedule) -> None:
+    """Refuse a backward job before its forward at the last place, or a weight job before its
+    backward.
+
+    The order from place to place is right already, so the other causes follow.
+    """
+    when, last = schedule._when, schedule.placed.size - 1
     everywhere = list(range(last + 1))
     for lane, cause, places in (
         ("backward", "forward", [last]),
@@ -529,10 +543,6 @@ def _check(schedule: Schedule) -> None:
                 "it to that tick or a later one."
             )
             raise _cannot_run(schedule, lane, m, places[k], needs)
-    idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
-    if idle.size and not per_stage:
-        problem = "no job runs here, nor on any other stage. Leave this tick out."
-        raise CannotRun(int(idle[0]), 0, problem)
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
@@ -551,6 +561,7 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
+    # Of two equal jobs one was overwritten above.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
