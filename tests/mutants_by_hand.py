@@ -728,7 +728,12 @@ PIPELINE = (
     Mutant(
         "fewest", "busy[0][0] <= ", "busy[0][0] < ", IN_TURNS + "test_as_many_in_flight_as_stages"
     ),
-    Mutant("greedy", ">= held[s]", "> held[s]", IN_TURNS + "test_as_many_in_flight_as_stages"),
+    Mutant(
+        "greedy",
+        ">= max_chunks[s]",
+        "> max_chunks[s]",
+        IN_TURNS + "test_as_many_in_flight_as_stages",
+    ),
     Mutant(
         "rows",
         "arrival[lane][message.used, message.target]",

@@ -28,7 +28,7 @@ PICTURES = {
     "zero_bubble_lockstep.svg": schedule.zero_bubble_lockstep(stages=4, microbatches=8),
     "one_f_one_b.svg": schedule.one_f_one_b(stages=4, microbatches=8),
     "zero_bubble.svg": schedule.zero_bubble(stages=4, microbatches=8),
-    "v_placement.svg": schedule.greedy(schedule.v_placement(4), 8, held=[8] * 4),
+    "v_placement.svg": schedule.greedy(schedule.v_placement(4), 8, max_chunks=[8] * 4),
 }
 
 ROUTES = {

@@ -1,10 +1,10 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
-The way of a microbatch: `gradient.value_and_grad` makes the jobs and picks an executor; `lockstep`
-or `per_stage` runs them tick by tick; `jobs` has F, B, I, W, the embedding and the head; `programs`
-has the user's functions, traced once each.
+The way of a microbatch, from `value_and_grad` to a job and back, crosses four files:
 
-    gradient -> lockstep | per_stage -> jobs -> programs
+    gradient -> lockstep | per_stage -> jobs -> traced
+
+`programs` traces the user's functions, once each, before the first tick; `buffers` has the slots.
 """
 
 from parallax.pipeline.checks import Output

@@ -51,16 +51,12 @@ def rows(schedule: Schedule) -> Row:
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
     from_head = nowhere.copy()
-    # In lockstep a message is used in the next tick, so only the head's cotangents wait.
-    for message in schedule.messages if schedule.per_stage else ():
-        slot = schedule.arrivals[message]
-        lane = "forward" if schedule.forward[message.used, message.target] >= 0 else "backward"
+    for message, slot in schedule.arrivals.items():
+        is_of_head = message.lane == "head"
+        column = from_head if is_of_head else arriving[(message.target - message.source) % P]
+        column[message.sent, message.target] = slot
+        lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
-        arriving[(message.target - message.source) % P][message.sent, message.target] = slot
-    for message in schedule.from_head:
-        slot = schedule.arrivals[message]
-        arrival["backward"][message.used, message.target] = slot
-        from_head[message.sent, message.target] = slot
     first, last = (
         np.argwhere(schedule.placed == place)[0].tolist() for place in (0, schedule.placed.size - 1)
     )
@@ -93,6 +89,5 @@ def forward_alone(row: Row) -> Row:
 
 def distances(schedule: Schedule) -> list[int]:
     """The distances, in stages around the ring of P, that messages go: 0 for those that stay."""
-    return sorted(
-        {(message.target - message.source) % schedule.stages for message in schedule.messages}
-    )
+    messages = [message for message in schedule.messages if message.lane != "head"]
+    return sorted({(message.target - message.source) % schedule.stages for message in messages})

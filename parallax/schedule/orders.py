@@ -61,10 +61,10 @@ def zero_bubble(
 
 
 def greedy(
-    places: Int[np.ndarray, "chunks stages"], microbatches: int, held: Sequence[int]
+    places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
     """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than
-    `held` chunks, else a W.
+    `max_chunks` chunks, else a W.
 
     Of several F the one at the last place runs first, of several I the earliest microbatch.
     """
@@ -83,7 +83,7 @@ def greedy(
         # What becomes ready in this tick starts in the next one at the earliest.
         begin, before = [], left
         for s in range(P):
-            full = holds[s] >= held[s]
+            full = holds[s] >= max_chunks[s]
             may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and full)]
             if may:
                 microbatch, place = heapq.heappop(ready[s][may[0]])
@@ -94,7 +94,7 @@ def greedy(
                 left -= 1
         if left == before:
             raise ValueError(
-                f"No stage can go on with at most {held} chunks held. Let the stages hold more."
+                f"No stage can go on with at most {max_chunks} chunks held. Let the stages hold more."
             )
     return from_orders(orders, places)
 

@@ -75,15 +75,17 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The output of one job that another uses.
+    """The output of one job, or of the head, that another job uses.
 
     Attributes:
+        lane: "forward" for an activation, "backward" for a cotangent, "head" for the head's.
         sent: the tick at whose end it leaves.
         used: the tick of the job that needs it.
         source: the stage that sends it.
         target: the stage that needs it: it may be the same.
     """
 
+    lane: str
     sent: int
     used: int
     source: int
@@ -377,27 +379,22 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents, also those that stay on their stage."""
+        """All activations and cotangents, also those that stay on their stage.
+
+        The head makes a cotangent on the stage and in the tick in which the last place's F ends.
+        """
         stages, _ = self._homes
         forward, backward = self._when["forward"], self._when["backward"]
-        messages = []
-        for when, walk in ((forward, range(len(stages))), (backward, range(len(stages))[::-1])):
-            for source, target in itertools.pairwise(walk):
-                pairs = zip(when[:, source].tolist(), when[:, target].tolist(), strict=True)
-                messages += [
-                    Message(sent, used, int(stages[source]), int(stages[target]))
-                    for sent, used in pairs
-                ]
-        return tuple(messages)
-
-    @cached_property
-    def from_head(self) -> tuple[Message, ...]:
-        """The cotangents of the head, made on the stage and in the tick in which the last place's
-        F ends."""
-        last = self.last
-        forward, backward = self._when["forward"], self._when["backward"]
-        pairs = zip(forward[:, -1].tolist(), backward[:, -1].tolist(), strict=True)
-        return tuple(Message(sent, used, last, last) for sent, used in pairs)
+        hops = [("head", forward[:, -1], backward[:, -1], self.last, self.last)]
+        for source, target in itertools.pairwise(range(len(stages))):
+            ends = int(stages[source]), int(stages[target])
+            hops.append(("forward", forward[:, source], forward[:, target], *ends))
+            hops.append(("backward", backward[:, target], backward[:, source], *ends[::-1]))
+        return tuple(
+            Message(lane, int(sent), int(used), source, target)
+            for lane, departures, uses, source, target in hops
+            for sent, used in zip(departures, uses, strict=True)
+        )
 
     @cached_property
     def arrivals(self) -> Mapping[Message, int]:
@@ -406,10 +403,10 @@ class Schedule:
         In lockstep only the head's cotangents wait.
         """
         slots: dict[Message, int] = {}
-        waiting = (*self.messages, *self.from_head) if self.per_stage else self.from_head
         # In lockstep the head runs before the job that uses its cotangent in the same tick; per
         # stage it runs after the jobs.
         until = 0 if self.per_stage else 1
+        waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
             to_stage = [message for message in waiting if message.target == s]
             intervals = [Interval(message.sent, message.used + until) for message in to_stage]
