@@ -65,7 +65,7 @@ def run(jobs: Jobs) -> Sums:
     slots = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), nothing_sent)
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
-    for name in DESCRIPTIONS.keys() & before.keys():
+    for name in [name for name in before if name in DESCRIPTIONS]:
         before[name] = _alone(name, before[name], jobs, carry, table)
 
     def tick(carry, row):
