@@ -38,6 +38,7 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
     """`sums` plus `terms` where they count. A term may be None."""
 
     def leaf(total, term):
+        # Sums are at least float32, also of bfloat16 gradients.
         return total if term is None else total + masked(counts, term).astype(total.dtype)
 
     return jax.tree.map(leaf, sums, terms)
@@ -98,6 +99,7 @@ def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list
 
     def one(buffer, kind):
         is_one_for_all = buffer.ndim == jax.eval_shape(_numbers, kind).ndim
+        # A buffer without the dim of slots is a constant.
         numbers = (
             buffer if is_one_for_all else lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
         )
@@ -110,9 +112,13 @@ def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list
     return [one(buffer, kind) for buffer, kind in zip(slots, types, strict=True)]
 
 
-def stacked(like: Any, *counts: int) -> Array:
-    """Zeros like an array, with these dims before its own."""
-    return jnp.broadcast_to(jnp.zeros_like(like), (*counts, *like.shape))
+def stacked(tree: PyTree, *counts: int) -> PyTree:
+    """Zeros like the arrays of a tree, with these dims before their own."""
+
+    def leaf(x):
+        return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
+
+    return jax.tree.map(leaf, tree)
 
 
 def wide_zeros(like: Any) -> Array:

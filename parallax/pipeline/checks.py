@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks a stage, L layers.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -47,6 +48,16 @@ def blocks_of(params: PyTree) -> PyTree:
         ) from None
 
 
+def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """A tree like the parameters: whether each leaf is in `blocks(params)`."""
+    nowhere = jax.tree.map(lambda _: False, params)
+
+    def everywhere(part):
+        return jax.tree.map(lambda _: True, part)
+
+    return eqx.tree_at(blocks, nowhere, replace_fn=everywhere)
+
+
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not
     cut into its chunks."""
@@ -58,6 +69,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
+        # Blocks that all stages have would run P times, without any other sign of it.
         same = replicated_axes(leaf, axis)
         if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
@@ -117,6 +129,7 @@ def activation(x: PyTree) -> None:
 def same_form(returned: PyTree, taken: PyTree) -> None:
     """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of
     another shape or type."""
+    # The loop over the ticks has one carry, so all stages exchange arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
             f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
@@ -173,6 +186,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
                 f"pipeline: {name}'s auxiliary value {form(path, value)} is no array of numbers, "
                 "so it cannot be added up over the stages. Leave it out."
             )
+        # A mean over microbatches needs numbers.
         return value.astype(jnp.int32) if value.dtype == jnp.bool else value
 
     return jax.tree.map_with_path(leaf, aux)

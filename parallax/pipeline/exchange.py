@@ -27,6 +27,7 @@ class Exchange(NamedTuple):
     whole: Callable[[PyTree, PyTree], PyTree]
 
 
+# Every device sends its whole tree.
 whole = Exchange(lambda x: x, lambda x, like: x)
 
 
@@ -48,6 +49,7 @@ def split_over(axis: AxisLike) -> Exchange:
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf
+        # Only this device's part leaves its stage, so the parts of all t devices are one copy.
         length = leaf.shape[dim] // axis.size()
         return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
@@ -71,5 +73,6 @@ def _cut_dim(x: Array, axis: Axis) -> int | None:
     # What differs along the axis already has no part on another device.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
+    # A dim that t does not divide would give the devices parts of different shapes.
     dims = [dim for dim in range(x.ndim) if x.shape[dim] % t == 0]
     return max(dims, key=lambda dim: x.shape[dim], default=None)

@@ -171,6 +171,7 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
     """The means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
     schedule, axis = jobs.schedule, jobs.axis
+    # The table decides: only one of the two can run it.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)

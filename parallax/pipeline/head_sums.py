@@ -78,6 +78,7 @@ class _Sums(jaxprs.Following):
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
         joined = self.met(operands)
+        # A gather adds nothing up, and a sum whose result differs is not over the stages.
         if joined.early and self.is_sent(eqn):
             self.added |= "all_gather" not in name and not differs
             return Terms()
@@ -85,6 +86,7 @@ class _Sums(jaxprs.Following):
             joined = self._number(eqn, operands, aval)
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
+        # A factor that is zero on all early stages, such as `index == last`, takes them out.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
         # A value that is the same on all stages is no stage's own part: for example the condition

@@ -9,6 +9,7 @@ runs and what becomes of what it sends.
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -96,8 +97,8 @@ class Jobs(Programs):
         sums = Sums(
             loss=wide_zeros(loss),
             terms=jax.tree.map(wide_zeros, self.terms.loss),
-            of_head=jax.tree.map(lambda value: stacked(value, M), of_head),
-            of_stages=jax.tree.map(lambda value: stacked(value, M, v), self.terms.aux),
+            of_head=stacked(of_head, M),
+            of_stages=stacked(self.terms.aux, M, v),
             ends=zeros(self.params.ends),
             blocks=zeros(self.params.blocks),
         )
@@ -181,6 +182,7 @@ class Jobs(Programs):
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """The tree of the stage so many before this one."""
+        # The next place of the model may be on the same stage, as in a V.
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
@@ -191,7 +193,7 @@ class Jobs(Programs):
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
         """The carry with a chunk's gradients added. `scatter` sees them as blocks of one chunk."""
-        as_blocks = self.scatter(jax.tree.map(lambda d: d[None], gradients.blocks))
+        as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         # The sum is masked, not the cotangent alone: 0 times an idle tick's NaN is NaN.
 

@@ -10,6 +10,7 @@ Legend: P stages, v chunks per stage, L layers, n the most layers of one place. 
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -70,7 +71,7 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
             )
         return w[rows.reshape(len(table), -1)]
 
-    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
+    return _map_arrays(leaf, blocks)
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
@@ -88,7 +89,7 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
             )
         return w.reshape(-1, *w.shape[2:])[real]
 
-    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
+    return _map_arrays(leaf, blocks)
 
 
 def run_layers(
@@ -106,6 +107,7 @@ def run_layers(
     L: 12 instead of 10 for the table above.
     """
     table = checked(table)
+    # Of this place, which only the running program knows.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -120,10 +122,16 @@ def run_layers(
 
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
-    first_layer = jax.tree.map(lambda w: w[0], layers)
+    first_layer = jax.tree.map(operator.itemgetter(0), layers)
     # A loop's carry must enter with the replication types that it leaves with.
     x = settled(x, lambda x: jax.eval_shape(layer_or_none, x, first_layer)[0])
     return lax.scan(layer_or_none, x, layers)[0]
+
+
+def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
+    """The blocks with `f` applied to their arrays, which may be shapes."""
+    arrays, static = eqx.partition(blocks, mesh.is_array)
+    return eqx.combine(jax.tree.map(f, arrays), static)
 
 
 def checked(table: Layers) -> Layers:
@@ -170,6 +178,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
+        # Each place has equally many layers: uneven ones are padded before.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
                 f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
@@ -180,7 +189,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     # A looped placement is the model's order: no copy.
     if np.array_equal(order, np.arange(v * P)):
         return blocks
-    return jax.tree.map(lambda w: leaf(w) if mesh.is_array(w) else w, blocks)
+    return _map_arrays(leaf, blocks)
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
@@ -202,6 +211,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
             f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
+    # The device's own index picks its column of the placement.
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
@@ -245,11 +255,7 @@ def stored(
 
     def on_blocks(change, dims):
         def converted(state):
-            in_blocks = eqx.tree_at(
-                blocks,
-                jax.tree.map(lambda _: False, state.model),
-                replace_fn=lambda part: jax.tree.map(lambda _: True, part),
-            )
+            in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
             leading = [

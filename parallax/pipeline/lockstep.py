@@ -7,6 +7,7 @@ stretches of ticks, and each stretch is one `lax.scan`.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -106,7 +107,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
         leaving=np.maximum(table.leaving, 0),
     )
     moving = jobs.moving if jobs.differentiates else None
-    from_head = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count), moving)
+    from_head = stacked(moving, schedule.arrival_count)
     # A stage without a job writes too, into a free slot.
     saved = int(table.saved["forward"].max()) + 1
     deferred = int(table.deferred["backward"].max()) + 1 if table.deferred else 0
@@ -117,6 +118,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
         run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
         length = repeats * sum(length for _, length in pattern)
         ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
+        # A loop of one trip would be another loop around the same program.
         if repeats == 1:
             carry, _ = run_pattern(carry, ticks)
         else:
@@ -127,7 +129,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    return jax.tree.map(lambda column: column[start:stop], ticks)
+    return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
 def _by_repeat(repeats: int, column: Array) -> Array:
@@ -146,6 +148,7 @@ def _stretches(
             # before, or devices could run them in different orders.
             of_stretch, params = sequence_after(of_stretch, carry), jobs.params_after(carry)
         running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
+        # For the loss without gradients the backward ticks are empty.
         if running:
             carry, _ = lax.scan(functools.partial(_tick, running), carry, of_stretch)
         first += length
@@ -164,6 +167,7 @@ def _tick(
 def stretches(schedule: Schedule) -> list[Stretch]:
     """The lanes that run on any stage, the head among them, and for how many ticks in a row."""
     runs = {lane: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
+    # Only the last chunk's output is the model's, so with chunks the head runs in fewer ticks.
     last_chunk = schedule.forward[:, -1] % schedule.chunks == schedule.chunks - 1
     runs["head"] = (schedule.forward[:, -1] >= 0) & last_chunk
     return [(frozenset(phase.lanes), phase.stop - phase.start) for phase in phases_of(runs)]

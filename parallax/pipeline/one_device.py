@@ -1,5 +1,6 @@
 """The loss on one device that a pipeline of the same functions equals."""
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,8 +54,9 @@ def unpipelined(
             places = placement.size
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
+        # Unrolled: each place has its own parameters and auxiliary values.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
-            of_place = eqx.combine(jax.tree.map(lambda w: w[place], arrays), static)
+            of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)
             params_of_places.append((eqx.tree_at(blocks, params, of_place), position))
         return _loss(embed, stage, head, params, params_of_places, batch)
@@ -70,7 +72,11 @@ def sequential(
     Its blocks have no dim of chunks. With auxiliary values it returns `(loss, aux)`: the head's,
     or, where the stage has some, `Aux`, those of the stage [1, ...].
     """
-    return lambda params, batch: _loss(embed, stage, head, params, [(params, 0)], batch)
+
+    def loss(params, batch):
+        return _loss(embed, stage, head, params, [(params, 0)], batch)
+
+    return loss
 
 
 def _loss(

@@ -8,6 +8,7 @@ the job that needs it.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -62,7 +63,7 @@ def run(jobs: Jobs) -> Sums:
         table = forward_alone(table)
     nothing_sent = jobs.send.part(jobs.x)
     # One slot more than the table needs, for messages that no job reads.
-    slots = jax.tree.map(lambda leaf: stacked(leaf, schedule.arrival_count + 1), nothing_sent)
+    slots = stacked(nothing_sent, schedule.arrival_count + 1)
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     for name in [name for name in before if name in DESCRIPTIONS]:
@@ -147,7 +148,7 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
     """A stage's own job, traced; refused where the stages cannot run it alone."""
-    row = jax.tree.map(lambda column: jnp.asarray(column[0]), table)
+    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
     # In the loop of a stage's own job its row differs between stages, by the number of the trip.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
@@ -194,6 +195,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
     `ppermute` is one operation of all devices, and hangs or gives wrong numbers where some of them
     run something else.
     """
+    # A device that runs another job never reaches the collective, and the others wait for ever.
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
         axes = ", ".join(map(repr, along))
@@ -221,6 +223,7 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     """The collectives of more than one device, each with the caller's line."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
+        # The library's own collectives are opened: a ring is permutes, `lax` sends a psum.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:

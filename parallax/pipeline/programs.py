@@ -146,6 +146,7 @@ class Programs:
         self.send, self.scatter = send, scatter
         # Varying, so that JAX does not sum the gradients over the stages in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
+        # A microbatch is a slice of dim 0, so a tick can take one by its number.
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
@@ -261,6 +262,7 @@ class Programs:
         self.counts: Counts = self.last
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
+        # A loss that is the same on all stages is one loss, not P of them.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, self.axis)
@@ -300,6 +302,7 @@ class Programs:
         self.programs["backward"] = both
         if not self.in_halves:
             return
+        # Halves of one jaxpr, so that no product is in both.
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
@@ -340,9 +343,7 @@ class Programs:
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """The parameters by their role."""
-    in_blocks = jax.tree.map(lambda _: False, params)
-    all_true = lambda blocks: jax.tree.map(lambda _: True, blocks)
-    in_blocks = eqx.tree_at(functions.blocks, in_blocks, replace_fn=all_true)
+    in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
     arrays, static = eqx.partition(fixed, eqx.is_array)

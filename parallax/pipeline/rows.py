@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,7 @@ def rows(schedule: Schedule) -> Row:
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
     def clipped(slots):
+        # An idle stage reads slot 0, and its result is masked.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
     return Row(
@@ -84,7 +86,7 @@ def rows(schedule: Schedule) -> Row:
 def forward_alone(row: Row) -> Row:
     """The ticks in which any stage runs forward; messages wait in the same slots."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
-    return jax.tree.map(lambda column: column[runs], row)
+    return jax.tree.map(operator.itemgetter(runs), row)
 
 
 def distances(schedule: Schedule) -> list[int]:

@@ -39,6 +39,7 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
     def forward(trained, x, given):
         out, transposed, extra = _vjp(f, trained, x, given)
+        # By identity: the residuals that are parameters or the microbatch are the same tracers.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
         places = [known.get(id(leaf)) for leaf in leaves]
@@ -71,6 +72,7 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
 
 
 def _vjp(f: Stage, trained: PyTree, x: PyTree, given: PyTree) -> tuple[Any, Any, Any]:
+    # Whole numbers, such as masks, have no cotangent.
     moving, still = eqx.partition(x, eqx.is_inexact_array)
 
     def of_moving(trained, moving):

@@ -68,6 +68,7 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
+    # Constants come first among the program's variables.
     leaves, structure = jax.tree.flatten(arrays)
     used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
     return Traced(program, out, jax.tree.unflatten(structure, used))
@@ -96,6 +97,7 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
     """Refuse a function that reads trained parameters, or what was computed of them, and was not
     given them."""
+    # The casts of a parameter are named too: a function may close over the one or the other.
     sources = {
         id(cast): mesh.dotted(path)
         for tree in params
@@ -163,6 +165,7 @@ def moves_early(traced: Traced) -> bool:
 
 def _moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:
     """Whether a collective in `jaxpr` needs none of the arguments that come `late`."""
+    # What depends on a late argument is late too; the rest may run as soon as the program starts.
     waits = {variable for variable, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
     for eqn in jaxpr.eqns:
         waiting = [not is_literal(atom) and atom in waits for atom in eqn.invars]

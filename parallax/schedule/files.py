@@ -92,6 +92,7 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
             raise ValueError(
                 f"{line}: needs tick {tick} and {len(columns)} cells, got {_short(row)}."
             )
+        # In lockstep a cell may have several jobs.
         for stage, cell in enumerate(row[1:]):
             of_cell = _jobs(cell.split(), f"{line}, stage {stage}")
             of_stages[stage] += of_cell
@@ -102,8 +103,10 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
             "The file has B, which is I and W together, beside I or W. Write I and W everywhere, "
             "or B."
         )
+    # The places come from the jobs, so a file needs no other lines.
     placement = _placement(of_stages)
     forward, backward, weight = tables_of(jobs, placement, ticks=len(rows))
+    # Without W the lane "weight" repeats B's jobs, and is left out.
     is_split = bool(letters & {"I", "W"})
     return Schedule(forward, backward, weight if is_split else None, placement=placement)
 

@@ -64,9 +64,11 @@ def start_times(
                     break
                 if job in starts:
                     raise ValueError(f"stage {stage} has {job} twice. Keep one.")
+                # What stays on its stage needs no message.
                 arrivals = [stops[cause] + hop * (homes[cause.place] != stage) for cause in needed]
                 starts[job] = max(free[stage], *arrivals, 0.0)
-                free[stage] = stops[job] = starts[job] + costs[job.lane]
+                stops[job] = starts[job] + costs[job.lane]
+                free[stage] = stops[job]
                 begun[stage] += 1
     for stage, order in enumerate(orders):
         for job in order[begun[stage] :]:

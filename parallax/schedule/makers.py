@@ -32,6 +32,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     """
     P, M, _ = _checked(stages=stages, microbatches=microbatches)
     m, s = np.ogrid[:M, :P]
+    # The last microbatch's backward starts in the tick after its forward on the last stage.
     return _schedule(P, 1, (m + s, m), (M + P - 1 + (M - 1 - m) + P - 1 - s, m))
 
 

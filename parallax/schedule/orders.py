@@ -93,8 +93,10 @@ def greedy(
                 begin += followers(job, last)
                 left -= 1
         if left == before:
+            # Every ready job is an F that no stage may start.
             raise ValueError(
-                f"No stage can go on with at most {max_chunks} chunks held. Let the stages hold more."
+                f"No stage can go on with at most {max_chunks} chunks held. Let the stages hold "
+                "more."
             )
     return from_orders(orders, places)
 
@@ -108,6 +110,7 @@ def from_orders(
         ValueError: a job waits for one that never runs, or that comes after it.
     """
     homes = homes_of(places)
+    # A wrong place would otherwise be reported as a deadlock.
     for stage, order in enumerate(orders):
         for job in order:
             if homes.get(job.place) != stage:
@@ -115,6 +118,7 @@ def from_orders(
                     f"stage {stage} has a job at place {job.place}, which is on stage "
                     f"{homes.get(job.place)}."
                 )
+    # With jobs of cost 1 and free messages, a time is a tick.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))
     jobs = [(int(tick), job) for job, tick in starts.items()]
     return Schedule(*tables_of(jobs, places), placement=places)

@@ -25,6 +25,7 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
             "once, such as a schedule's `placed`, or schedule.looped_placement(stages, chunks); "
             f"got {placed.tolist()}."
         )
+    # Frozen, since schedules keep it and hand it out.
     placed = placed.astype(np.int32)
     placed.setflags(write=False)
     return placed

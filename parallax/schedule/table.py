@@ -22,6 +22,7 @@ tables.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -193,6 +194,7 @@ class Schedule:
         It holds where W is separate and no stage has two jobs in one tick.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)
+        # A table without W is one in lockstep, also where no stage has two jobs in a tick.
         return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
@@ -241,6 +243,7 @@ class Schedule:
         """The idle time of a stage in `makespan`: `makespan` less its work, M(F + B) or
         M(F + I + W)."""
         work = self.microbatches * self.chunks
+        # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
         return float(idle @ self._costs(forward, backward, weight))
 
@@ -280,7 +283,7 @@ class Schedule:
                     spans.append(Span(s, lane, microbatch, chunk, start, start + cost))
                 stop = max(stop, start + cost) if jobs else stop
             now = stop + hop
-        return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
+        return tuple(sorted(spans, key=operator.attrgetter("start", "stage")))
 
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
@@ -294,6 +297,7 @@ class Schedule:
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes
+        # A stage keeps the order of its column of the tables.
         orders: list[list[Job]] = [[] for _ in range(self.stages)]
         # Within a tick F runs before B, and B before W.
         for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
@@ -307,7 +311,7 @@ class Schedule:
         for (lane, microbatch, place), start in starts.items():
             stage, chunk = int(stages[place]), int(chunks[place])
             spans.append(Span(stage, lane, microbatch, chunk, start, start + costs[lane]))
-        return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
+        return tuple(sorted(spans, key=operator.attrgetter("start", "stage")))
 
     def asynchronous_makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
@@ -322,6 +326,7 @@ class Schedule:
         It holds them from a job's forward tick to its last gradient's, both included. A chunk's
         residuals count 1/v: per stage this is the number of slots that it needs, over v.
         """
+        # The last lane is the last to read the residuals.
         last = list(self.lanes.values())[-1] >= 0
         saved = np.cumsum(self.forward >= 0, axis=0)
         # A slot that is freed in a tick is in use until its end.
@@ -387,9 +392,9 @@ class Schedule:
         forward, backward = self._when["forward"], self._when["backward"]
         hops = [("head", forward[:, -1], backward[:, -1], self.last, self.last)]
         for source, target in itertools.pairwise(range(len(stages))):
-            ends = int(stages[source]), int(stages[target])
-            hops.append(("forward", forward[:, source], forward[:, target], *ends))
-            hops.append(("backward", backward[:, target], backward[:, source], *ends[::-1]))
+            before, after = int(stages[source]), int(stages[target])
+            hops.append(("forward", forward[:, source], forward[:, target], before, after))
+            hops.append(("backward", backward[:, target], backward[:, source], after, before))
         return tuple(
             Message(lane, int(sent), int(used), source, target)
             for lane, departures, uses, source, target in hops
@@ -501,6 +506,7 @@ def _check(schedule: Schedule) -> None:
         )
     for lane, step, source in (("forward", 1, "before"), ("backward", -1, "after")):
         walk, places = when[lane][:, ::step], range(last + 1)[::step]
+        # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
         waits = np.diff(walk, axis=1)
         wrong = np.argwhere(waits < 1 if per_stage else waits != 1).tolist()
         if wrong:
