@@ -646,8 +646,8 @@ PIPELINE = (
     ),
     Mutant(
         "masked",
-        "jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))",
-        "leaf * counts.astype(leaf.dtype)",
+        "jnp.where(counts, x, jnp.zeros((), x.dtype))",
+        "x * counts.astype(x.dtype)",
         "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
