@@ -133,7 +133,14 @@ def check_what_is_light_stays_light() -> Iterator[str]:
 # Tokens of code, without comments and docstrings, that importing a module brings along: the most
 # that it may. What somebody lifts out of the package is as small as this. A figure goes up only
 # with the reason in the commit that raises it.
-MOST = {"models.decoder": 75_000, "tensor": 7_000, "grads": 13_500, "zero": 25_000, "step": 25_500}
+MOST = {
+    "models.decoder": 75_000,
+    "pipeline": 45_000,
+    "tensor": 7_000,
+    "grads": 13_500,
+    "zero": 25_000,
+    "step": 25_500,
+}
 LOADED = (
     "import sys, parallax.{0}; print(*(name for name in sys.modules if name.split('.')[0] == "
     "'parallax'))"
