@@ -29,12 +29,13 @@ def losses(plan: Plan) -> list[float]:
     s, number = plan.settings, compared_steps(plan)
     if number == 0:
         return []
+    layout = Layout(precision=s.precision)
     train_step = decoder.train_step(
         gpt2.FAMILY,
         plan.config,
         optimizer(s),
-        Layout(precision=s.precision),
-        mesh.make(data=1, devices=jax.devices()[:1]),
+        layout,
+        mesh.make(devices=jax.devices()[:1], **layout.axes),
         batch=s.batch,
         key=jax.random.key(s.seed),
         compute=decoder.Compute(max_norm=1.0, dtype=DTYPE()),
