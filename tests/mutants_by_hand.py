@@ -980,8 +980,8 @@ RUN = (
     ),
     Mutant(
         "_named",
-        "sorted(found, key=lambda each: each.alike)",
-        "found",
+        "sorted(differences, key=lambda difference: difference.alike)",
+        "differences",
         "test_fingerprint.py::test_many_faults_are_named_and_the_rarest_is_first",
     ),
     Mutant(

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ from reference import FLOAT64
 from parallax import grads, mesh, precision, rules, step
 from parallax.collectives import ring, xla
 from parallax.run import metrics
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from gpt2_run import trackers
 
 BAD = {"nan": math.nan, "inf": math.inf, "overflow": 1e300}
 
@@ -298,7 +303,7 @@ def test_tensorboard_gets_each_number(tmp_path, monkeypatch):
             calls.append("flush")
 
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
-    metrics.tensorboard(tmp_path, after=7)(8, {"loss": 1.0, "held_out": 2.0})
+    trackers.tensorboard(tmp_path, after=7)(8, {"loss": 1.0, "held_out": 2.0})
     assert calls == [(str(tmp_path), 8), ("loss", 1.0, 8), ("held_out", 2.0, 8), "flush"]
 
 
@@ -314,7 +319,7 @@ def test_wandb_goes_on_under_the_same_id(monkeypatch):
         return Session()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    metrics.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
+    trackers.wandb("parallax", run="a", settings={"seed": 0})(3, {"loss": 1.0})
     assert calls == [
         {"project": "parallax", "id": "a", "resume": "allow", "config": {"seed": 0}},
         ({"loss": 1.0}, 3),
@@ -324,8 +329,8 @@ def test_wandb_goes_on_under_the_same_id(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "sink"),
     [
-        ("tensorboardX", lambda: metrics.tensorboard("x")),
-        ("wandb", lambda: metrics.wandb("x", run="y", settings={})),
+        ("tensorboardX", lambda: trackers.tensorboard("x")),
+        ("wandb", lambda: trackers.wandb("x", run="y", settings={})),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch, package, sink):
@@ -350,7 +355,7 @@ def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
     calls, now = [], [None]
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(f"start {now[0]}"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(f"stop {now[0]}"))
-    with metrics.profiler(tmp_path, chosen) as begin:
+    with trackers.profiler(tmp_path, chosen) as begin:
         for now[0] in ran:
             begin(now[0])
         now[0] = "end"
@@ -358,7 +363,7 @@ def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
 
 
 def test_a_trace_is_written(tmp_path):
-    with metrics.profiler(tmp_path, range(1)) as begin:
+    with trackers.profiler(tmp_path, range(1)) as begin:
         begin(0)
         jnp.ones(3).block_until_ready()
     assert list(tmp_path.rglob("*.xplane.pb"))

@@ -126,7 +126,7 @@ def run(
         "held_out_loss": lambda *_: lambda model: 1.0,
         "certificate": SimpleNamespace(read=lambda *_: None),
     }
-    measured = {"sent": lambda _: {}, "matrix_rate": lambda _: (1.0, "")}
+    measured = {"sent": lambda _: {}, "matrix_rate": lambda: (1.0, "")}
     with (
         mock.patch.multiple(train, **replaced),
         mock.patch.multiple(train.report, **measured),

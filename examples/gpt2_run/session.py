@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gpt2_run import report
+from gpt2_run import report, trackers
 from gpt2_run.plan import Plan
 from parallax import step
 from parallax.models import decoder
@@ -27,10 +27,10 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
         return metrics.to_all()
     all_sinks = [metrics.jsonl(s.out / "metrics.jsonl", after=first)]
     if s.tensorboard:
-        all_sinks.append(metrics.tensorboard(s.out / "tensorboard", after=first))
+        all_sinks.append(trackers.tensorboard(s.out / "tensorboard", after=first))
     if s.wandb is not None:
         run = hashlib.sha256(str(s.out.absolute()).encode()).hexdigest()[:12]
-        all_sinks.append(metrics.wandb(s.wandb, run=run, settings=plan.numbers))
+        all_sinks.append(trackers.wandb(s.wandb, run=run, settings=plan.numbers))
     return metrics.to_all(*all_sinks)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2_run import one_device, page, report
+from gpt2_run import one_device, page, report, trackers
 from gpt2_run.plan import (
     CHECKPOINTS,
     DTYPE,
@@ -209,7 +209,7 @@ def loop(
 
     traced = plan.profiled if job.rank == 0 else range(0)
     with (
-        metrics.profiler(s.out / "profile", traced) as trace,
+        trackers.profiler(s.out / "profile", traced) as trace,
         prefetch.Prefetched(batch, first, s.steps) as batches,
     ):
         for i in range(first + 1, s.steps + 1):

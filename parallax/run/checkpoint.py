@@ -146,7 +146,10 @@ class Checkpoints:
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
         manifest.hasher()  # it must be installed
-        make_room = lambda step: kept.make_room(self.folder, step, self.settings, self.refused)
+
+        def make_room(step):
+            kept.make_room(self.folder, step, self.settings, self.refused)
+
         self._writer = Writer(
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
         )

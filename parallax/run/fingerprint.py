@@ -88,8 +88,8 @@ class CopiesDiffer(RuntimeError):
 
 def check(step: int, tree: PyTree) -> None:
     """Raise `CopiesDiffer` where `differing(tree)` finds something. `step` is for its message."""
-    if found := differing(tree):
-        raise CopiesDiffer(step, found)
+    if differences := differing(tree):
+        raise CopiesDiffer(step, differences)
 
 
 def differing(tree: PyTree) -> list[Differs]:
@@ -120,9 +120,11 @@ def uncompared(tree: PyTree) -> list[str]:
     """The paths of the arrays (or shapes with shardings) of which no device holds a second copy.
     Raises as `differing` does."""
     placed = _placed(tree)
-    copies = lambda spec: math.prod(
-        count for name, count in placed.mesh.shape.items() if name not in _split(spec)
-    )
+
+    def copies(spec):
+        sizes = placed.mesh.shape.items()
+        return math.prod(size for name, size in sizes if name not in _split(spec))
+
     return [
         path for path, spec in zip(placed.paths, placed.specs, strict=True) if copies(spec) == 1
     ]
@@ -155,22 +157,23 @@ def compared(
     axis = Axis.of(axis)
     names, sizes = axes(axis.names), tuple(axis_size(name) for name in axes(axis.names))
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    found = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
-    if not leaves or len(found) != len(leaves):
+    leaf_specs = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
+    if not leaves or len(leaf_specs) != len(leaves):
         raise ValueError(
             f"fingerprint.compared needs arrays, and a PartitionSpec for each; got "
-            f"{len(leaves)} arrays and {len(found)} specs. "
+            f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
             "Take the specs of rules.specs or step.init."
         )
     # As varying values: the type says that replicas are equal, and that is the question.
-    own = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
-    words = replicated(axis.all_gather(own), names).reshape(*sizes, len(leaves), WORDS)
-    together: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, spec in enumerate(found):
-        together[tuple(dim for dim, name in enumerate(names) if name not in _split(spec))].append(
-            number
-        )
-    same = [_same(words[..., np.asarray(numbers), :], along) for along, numbers in together.items()]
+    local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
+    words = replicated(axis.all_gather(local_words), names).reshape(*sizes, len(leaves), WORDS)
+    leaves_along: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, spec in enumerate(leaf_specs):
+        along = tuple(dim for dim, name in enumerate(names) if name not in _split(spec))
+        leaves_along[along].append(number)
+    same = [
+        _same(words[..., np.asarray(numbers), :], along) for along, numbers in leaves_along.items()
+    ]
     return jnp.all(jnp.stack(same)), words
 
 
@@ -257,10 +260,10 @@ class _Placed(NamedTuple):
 
 
 def _placed(tree: PyTree) -> _Placed:
-    found = jax.tree.leaves_with_path(tree)
+    named_leaves = jax.tree.leaves_with_path(tree)
     arrays = [
         (mesh.dotted(path), leaf)
-        for path, leaf in found
+        for path, leaf in named_leaves
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
     ]
     if not arrays:
@@ -269,15 +272,15 @@ def _placed(tree: PyTree) -> _Placed:
         )
     paths, leaves = [path for path, _ in arrays], [leaf for _, leaf in arrays]
     specs, meshes = zip(*(_spec_and_mesh(path, leaf) for path, leaf in arrays), strict=True)
-    over = meshes[0]
-    for path, other in zip(paths, meshes, strict=True):
-        if _places(other) != _places(over):
+    first_mesh = meshes[0]
+    for path, leaf_mesh in zip(paths, meshes, strict=True):
+        if _places(leaf_mesh) != _places(first_mesh):
             raise ValueError(
-                f"fingerprint compares arrays of one mesh; {path} is on {other}, and "
-                f"{paths[0]} on {over}. Call it on "
+                f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
+                f"{paths[0]} on {first_mesh}. Call it on "
                 "each part alone, or place all on one mesh: mesh.place."
             )
-    return _Placed(leaves, paths, specs, over)
+    return _Placed(leaves, paths, specs, first_mesh)
 
 
 def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
@@ -297,8 +300,12 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
     return sharding.spec, sharding.mesh
 
 
-def _places(over: Mesh) -> tuple:
-    return over.axis_names, over.devices.shape, tuple(device.id for device in over.devices.flat)
+def _places(device_mesh: Mesh) -> tuple:
+    return (
+        device_mesh.axis_names,
+        device_mesh.devices.shape,
+        tuple(device.id for device in device_mesh.devices.flat),
+    )
 
 
 def _split(spec: PartitionSpec) -> set[str]:
@@ -317,43 +324,45 @@ def _program(
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
     """The copies that differ, rarest first, from the words [*mesh, leaves, words] of all
     devices."""
-    found = []
+    differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
         for devices in _groups(placed.mesh, splits):
-            found += _strays(
+            differences += _strays(
                 path,
                 {place: tuple(words[place][number].tolist()) for place in devices},
                 placed.mesh,
             )
-    return sorted(found, key=lambda each: each.alike)
+    return sorted(differences, key=lambda difference: difference.alike)
 
 
-def _groups(over: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
+def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
     """The devices' places in the mesh, those together that differ along other dims than
     `splits`."""
     groups = defaultdict(list)
-    for place in np.ndindex(*over.devices.shape):
+    for place in np.ndindex(*device_mesh.devices.shape):
         groups[tuple(place[dim] for dim in splits)].append(place)
     return groups.values()
 
 
-def _strays(path: str, held: dict[tuple[int, ...], tuple[int, ...]], over: Mesh) -> list[Differs]:
+def _strays(
+    path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
+) -> list[Differs]:
     """The devices of one group, by place, whose words are not the most common ones: all devices
     where no words are."""
-    counts = Counter(held.values())
+    counts = Counter(words_of.values())
     if len(counts) == 1:
         return []
     (usual, most), (_, second) = counts.most_common(2)
-    strays = [place for place, words in held.items() if most == second or words != usual]
-    alike = lambda place: counts[held[place]]
+    strays = [place for place, words in words_of.items() if most == second or words != usual]
+    alike = lambda place: counts[words_of[place]]
     return [
         Differs(
             path,
-            over.devices[at].id,
-            over.devices[at].process_index,
+            device_mesh.devices[at].id,
+            device_mesh.devices[at].process_index,
             alike(at),
-            len(held),
+            len(words_of),
             most > second,
         )
         for at in strays

@@ -34,8 +34,8 @@ def step_of(path: Path) -> int | None:
 def finished(folder: Path) -> list[int]:
     """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
     says."""
-    found = ((path, step_of(path)) for path in folder.iterdir())
-    return sorted(step for path, step in found if step is not None and (path / MANIFEST).is_file())
+    steps = ((path, step_of(path)) for path in folder.iterdir())
+    return sorted(step for path, step in steps if step is not None and (path / MANIFEST).is_file())
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
@@ -83,7 +83,7 @@ def make_room(
     Raises:
         Later: a finished one stands there, or after it.
     """
-    later = [other for other in finished(folder) if other >= step and other not in refused]
+    later = [number for number in finished(folder) if number >= step and number not in refused]
     if later:
         raise Later(
             f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step "

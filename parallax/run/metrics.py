@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from parallax import _files, precision
 from parallax.run.stages import transient
 from parallax.step import Info
@@ -141,7 +139,7 @@ def recorded(
     What is no record, such as a line that a crash cut short or filled with zeros, is passed over,
     and said.
     """
-    path, found, others = Path(path), [], 0
+    path, records, others = Path(path), [], 0
     if not path.exists():
         return []
     with _files.open_file(path, "a file of metrics") as file:
@@ -151,7 +149,7 @@ def recorded(
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
         if line.endswith("\n") and isinstance(record, dict) and type(record.get("step")) is int:
-            found.append(record)
+            records.append(record)
         else:
             others += 1
     if others:
@@ -159,7 +157,7 @@ def recorded(
             f"{path}: {others} {'lines are' if others > 1 else 'line is'} not whole, and "
             f"passed over."
         )
-    return found
+    return records
 
 
 def jsonl(
@@ -182,12 +180,12 @@ def jsonl(
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         partial = path.with_name(f".{path.name}.partial")
-        kept = (
+        lines_to_keep = (
             json.dumps(record) + "\n"
             for record in recorded(path, say=say)
             if record["step"] <= after
         )
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_text("".join(lines_to_keep), encoding="utf-8")
         os.replace(partial, path)
 
     waiting: list[str] = []
@@ -224,70 +222,12 @@ def _append(path: Path, text: str) -> None:
         raise
 
 
-def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
-    """A sink to TensorBoard's event files; an earlier session's points past `after` are hidden.
-
-    Raises `ImportError` where `tensorboardX` is not installed.
-    """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "The TensorBoard sink needs tensorboardX: pip install tensorboardX."
-        ) from error
-    writer = SummaryWriter(str(folder), purge_step=after + 1)
-
-    def sink(step, values):
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return sink
-
-
-def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
-    """A sink to Weights & Biases; the same `run` id goes on where it stopped. Raises `ImportError`
-    without `wandb` installed."""
-    try:
-        import wandb as client  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("The Weights & Biases sink needs wandb: pip install wandb.") from error
-    session = client.init(project=project, id=run, resume="allow", config=dict(settings))
-    return lambda step, values: session.log(dict(values), step=step)
-
-
 def to_all(*sinks: Sink) -> Sink:
     """A sink that passes each record to all of `sinks`. Without any it does nothing, which is right
     on ranks other than 0."""
 
     def sink(step, values):
-        for each in sinks:
-            each(step, values)
+        for one_sink in sinks:
+            one_sink(step, values)
 
     return sink
-
-
-# Profiles
-
-
-@contextlib.contextmanager
-def profiler(folder: str | Path, steps: range) -> Iterator[Callable[[int], None]]:
-    """A function to call as each step begins, which writes a trace of the chosen `steps` into
-    `folder`.
-
-    The trace, for Perfetto, XProf or TensorBoard, ends where a step outside begins, or with the
-    block. Wait for each step's arrays, or the last ones are missing.
-    """
-    on = False
-
-    def begin(step: int) -> None:
-        nonlocal on
-        if on != (step in steps):
-            on = not on
-            jax.profiler.start_trace(str(folder)) if on else jax.profiler.stop_trace()
-
-    try:
-        yield begin
-    finally:
-        if on:
-            jax.profiler.stop_trace()

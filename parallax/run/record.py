@@ -81,9 +81,9 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
         return False
     for name in (CONTENTS, MANIFEST):
         with contextlib.suppress(ValueError, RecursionError, OSError):
-            found = manifest.read(folder / name)
-            found.pop("files", None)
-            record = _typed(found, folder / name)
+            entries = manifest.read(folder / name)
+            entries.pop("files", None)
+            record = _typed(entries, folder / name)
             return (record.step, record.settings) == (step, settings)
     return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
 
@@ -96,8 +96,8 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     where it is of another format.
     """
     path = folder / MANIFEST
-    found = manifest.read(path)
-    files = manifest.files(path, found.pop("files", None))
+    entries = manifest.read(path)
+    files = manifest.files(path, entries.pop("files", None))
     for name in files:
         manifest.need(
             name == CONTENTS or name.startswith(f"{ARRAYS}/"),
@@ -106,7 +106,7 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
             name,
         )
     manifest.need(CONTENTS in files, f"{path}: files", f"{CONTENTS} among them", len(files))
-    record = _typed(found, path)
+    record = _typed(entries, path)
     size, most = sum(size for size, _ in files.values()), most_bytes(record)
     manifest.need(size <= most, f"{path}: files", f"{most} bytes at most, for these arrays", size)
     return record, files
@@ -117,30 +117,32 @@ def most_bytes(record: Record) -> int:
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
-def _typed(found: dict[str, Any], path: Path) -> Record:
+def _typed(entries: dict[str, Any], path: Path) -> Record:
     """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the
     first entry that is wrong."""
-    manifest.check_format(found, path, FORMAT)
-    found.pop("format")
+    manifest.check_format(entries, path, FORMAT)
+    entries.pop("format")
     manifest.need(
-        sorted(found) == sorted(FIELDS),
+        sorted(entries) == sorted(FIELDS),
         path,
         f"the entries {', '.join(FIELDS)}",
-        ", ".join(found) or "none",
+        ", ".join(entries) or "none",
     )
-    manifest.need(is_step(found["step"]), f"{path}: step", "a step, from 0 on", found["step"])
+    manifest.need(is_step(entries["step"]), f"{path}: step", "a step, from 0 on", entries["step"])
     for name in FIELDS[1:-1]:
-        manifest.need(isinstance(found[name], dict), f"{path}: {name}", "an object", found[name])
-    for name, number in found["numbers"].items():
+        manifest.need(
+            isinstance(entries[name], dict), f"{path}: {name}", "an object", entries[name]
+        )
+    for name, number in entries["numbers"].items():
         manifest.need(
             _is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number
         )
-    for name, entry in found["arrays"].items():
+    for name, entry in entries["arrays"].items():
         manifest.need(_is_array(entry), f"{path}: arrays: {name}", "a dtype and a shape", entry)
-    loss = found["evaluated"]
+    loss = entries["evaluated"]
     finite = loss is None or (isinstance(loss, float) and math.isfinite(loss))
     manifest.need(finite, f"{path}: evaluated", "a finite loss, or none", loss)
-    return Record(**found)
+    return Record(**entries)
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:

@@ -36,10 +36,10 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
 
     def listen() -> None:
         count = 0
-        while (found := os.read(reads, 1)) != END:
-            if found[0] in heard:
+        while (numbers_read := os.read(reads, 1)) != END:
+            if numbers_read[0] in heard:
                 count += 1
-                hear(signal.Signals(found[0]), count)
+                hear(signal.Signals(numbers_read[0]), count)
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()

@@ -89,6 +89,6 @@ class Spikes:
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
         """The guard after the run went back from `step` to the checkpoint of step `first`, with its
         note: past those batches."""
-        found = Spikes(self.factor, self.budget, note)
-        found.past = self.past + step - first
-        return found
+        guard = Spikes(self.factor, self.budget, note)
+        guard.past = self.past + step - first
+        return guard

@@ -60,8 +60,13 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def shapes(tree: PyTree) -> PyTree:
     """The tree with a `jax.ShapeDtypeStruct`, with its sharding, for each array on devices."""
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return jax.tree.map(lambda leaf: shape(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+    def shape(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(shape, tree)
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
@@ -69,16 +74,18 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
     shardings = lowered.compile().output_shardings
-    shape = lambda out, sharding: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
+
+    def shape(out, sharding):
+        return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
+
     return eqx.combine(jax.tree.map(shape, lowered.out_info, shardings), statics[-1])
 
 
 def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -> PyTree:
     """`from_disk(state)` in the shardings of `like`."""
     arrays, convert, statics = _of_arrays(from_disk, state)
-    shardings = jax.tree.map(
-        lambda leaf: getattr(leaf, "sharding", None), eqx.filter(like, mesh.is_array)
-    )
+    arrays_like = eqx.filter(like, mesh.is_array)
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
     return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
 
 
@@ -103,14 +110,22 @@ def check_same(
 ) -> None:
     """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message
     names them."""
-    kind = lambda number: "complex" if isinstance(number, list) else type(number).__name__
-    there = record.arrays | {name: [kind(number), []] for name, number in record.numbers.items()}
-    wanted = arrays | {name: [kind(number), []] for name, number in numbers.items()}
-    words = lambda entry: "nothing" if entry is None else f"{entry[0]}{entry[1]}"
+
+    def kinds(numbers):
+        return {
+            name: ["complex" if isinstance(number, list) else type(number).__name__, []]
+            for name, number in numbers.items()
+        }
+
+    def words(entry):
+        return "nothing" if entry is None else f"{entry[0]}{entry[1]}"
+
+    stored_leaves = record.arrays | kinds(record.numbers)
+    wanted = arrays | kinds(numbers)
     wrong = [
-        f"{name}: needed {words(wanted.get(name))}, the checkpoint has {words(there.get(name))}"
-        for name in sorted({*there, *wanted})
-        if there.get(name) != wanted.get(name)
+        f"{name}: needed {words(wanted.get(name))}, the checkpoint has {words(stored_leaves.get(name))}"
+        for name in sorted({*stored_leaves, *wanted})
+        if stored_leaves.get(name) != wanted.get(name)
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -152,7 +167,11 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     are_finite = _all_finite(numbers)
-    return lambda: sorted(name for name, finite in are_finite.items() if not finite)
+
+    def names():
+        return sorted(name for name, finite in are_finite.items() if not finite)
+
+    return names
 
 
 @jax.jit
@@ -186,12 +205,13 @@ def plain(leaf: Any) -> Any:
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """Those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the arrays."""
-    made = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-    none = {name: leaf for name, leaf in arrays.items() if leaf.size == 0}
-    return {
-        name: made(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-        for name, leaf in none.items()
-    }
+
+    def array(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+    return {name: array(leaf) for name, leaf in arrays.items() if leaf.size == 0}
 
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -206,9 +226,11 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         if isinstance(leaf, jax.Array)
     }
     others = {name: np.array(leaf) for name, leaf in arrays.items() if name not in split}
-    return lambda: {
-        name: _of_blocks(*split[name]) if name in split else others[name] for name in arrays
-    }
+
+    def again():
+        return others | {name: _of_blocks(*parts) for name, parts in split.items()}
+
+    return again
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
@@ -217,8 +239,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     distinct = {index: data for _, index, data in places}
     for data in distinct.values():
         data.copy_to_host_async()
-    there = {index: np.asarray(data) for index, data in distinct.items()}
-    return {device: there[index] for device, index, _ in places}
+    on_host = {index: np.asarray(data) for index, data in distinct.items()}
+    return {device: on_host[index] for device, index, _ in places}
 
 
 def _of_blocks(
@@ -227,11 +249,13 @@ def _of_blocks(
     kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
     if next(iter(blocks)).platform != "cpu" and "pinned_host" in kinds:
         sharding = sharding.with_memory_kind("pinned_host")
-    place = lambda device: jax.sharding.SingleDeviceSharding(
-        device, memory_kind=sharding.memory_kind
-    )
-    placed = [jax.device_put(block, place(device)) for device, block in blocks.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+    def put(device, block):
+        memory = sharding.memory_kind
+        return jax.device_put(block, jax.sharding.SingleDeviceSharding(device, memory_kind=memory))
+
+    parts = [put(device, block) for device, block in blocks.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def _is_key(leaf: Any) -> bool:
