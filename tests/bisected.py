@@ -165,7 +165,7 @@ class Said(NamedTuple):
         run: in which run.
         word: `found`, `equal` or `raised`.
         first: the first wrong value, or the error.
-        looks: the kind of mistake.
+        diagnosis: the kind of mistake.
         collectives: between the equal values and it.
         functions: likewise.
         callers: of these functions.
@@ -174,7 +174,7 @@ class Said(NamedTuple):
     run: str
     word: str
     first: str
-    looks: str = ""
+    diagnosis: str = ""
     collectives: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     callers: tuple[str, ...] = ()
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             lies = f"{'; '.join(said.collectives[:3])} | {', '.join(said.functions[:6])}"
-            print(f"    {said.first} | {said.looks} | {lies}", flush=True)
+            print(f"    {said.first} | {said.diagnosis} | {lies}", flush=True)
     words = Counter(word_of(*each) for each in results)
     print(", ".join(f"{words[word]} {word}" for word in WORDS))
     print(

@@ -127,13 +127,10 @@ def said(run: Run, folder: Path) -> list[Any]:
     found = bisect.compare(bisect.load(stored), run.record()).first
     if found is None:
         return ["equal", ""]
-    between = found.between
-    lies = (
-        ((), (), ())
-        if between is None
-        else (between.collectives, between.functions, sorted(between.callers))
-    )
-    return ["found", str(found.key), found.looks, *lies]
+    lies = ((), (), ())
+    if program_slice := found.program_slice:
+        lies = found.collectives_between, program_slice.functions, sorted(program_slice.callers)
+    return ["found", str(found.key), found.diagnosis, *lies]
 
 
 if __name__ == "__main__":

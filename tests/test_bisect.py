@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tapped_net import Parts
 
 from parallax import bisect, grads, mesh, taps
-from parallax.bisect.looks import looks
+from parallax.bisect.diagnosis import diagnose
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying
 from parallax.layout import Layout
@@ -204,11 +204,11 @@ def test_a_fault_is_named(name):
     parts, where, kind, collective = FAULTS[name]
     found = first(one_device(), tapped_net.run(parts, data=2, tensor=2, microbatches=2))
     assert str(found.key) == where
-    assert kind in found.looks
+    assert kind in found.diagnosis
     said = str(found)
-    assert found.between is not None
-    assert collective in "; ".join(found.between.collectives) or (
-        collective == "none" and not found.between.collectives
+    assert found.program_slice is not None
+    assert collective in "; ".join(found.collectives_between) or (
+        collective == "none" and not found.collectives_between
     ), said
     assert said.startswith(f"{where} differs first")
 
@@ -276,21 +276,21 @@ def test_what_is_wrong_on_purpose_is_named(name):
     options, where, kind = ON_PURPOSE[name]
     found = first(purpose_run(1), purpose_run(4, **options))
     assert str(found.key) == where
-    assert kind in found.looks
+    assert kind in found.diagnosis
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rounding_is_told_from_other_mistakes(dtype):
     right = np.random.default_rng(0).standard_normal((4, 8))
     rounded = np.asarray(jnp.asarray(right, dtype), np.float64)
-    assert looks(right, rounded, {}, 1, {}) == f"rounded to {dtype}"
+    assert diagnose(right, rounded, {}, 1) == f"rounded to {dtype}"
     rounded[1, 1] *= 1.1
-    assert "rounded" not in looks(right, rounded, {}, 1, {})
+    assert "rounded" not in diagnose(right, rounded, {}, 1)
 
 
 def test_a_factor_is_no_rounding():
     right = np.random.default_rng(0).standard_normal((4, 8))
-    assert "times the right value" in looks(right, right * (1 + 2.0**-9), {}, 1, {})
+    assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
 
 
 def test_the_microbatch_and_the_number_are_named():
@@ -309,8 +309,8 @@ def test_other_arguments_are_named_before_all_else():
         one_device(), lambda: (tapped_net.run(data=2)()[0], (state, (rows, 2 * targets, keys)))
     )
     assert str(found.key) == "argument.1.1"
-    assert "given other values; summed 2 times" in found.looks
-    assert found.between is None
+    assert "given other values; summed 2 times" in found.diagnosis
+    assert found.program_slice is None
 
 
 def own_step():
@@ -351,8 +351,8 @@ def test_a_record_is_saved_and_read(tmp_path):
     wrong = bisect.record(tapped_net.run(Parts(leave=own_mean), tensor=2))
     assert str(first(stored, wrong).key) == "layers.0.summed"
     found = first(wrong, stored)
-    assert "summed 2 times" in found.looks
-    assert found.between is None
+    assert "summed 2 times" in found.diagnosis
+    assert found.program_slice is None
 
 
 @pytest.mark.long

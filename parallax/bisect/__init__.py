@@ -1,10 +1,12 @@
-"""Where a split run goes wrong: values of a model have names, and two runs are compared name by name.
+"""Finds the first value in which a split run differs from one device.
 
-x = bisect.tap(x, "blocks.3.attention.out", P("batch"))       # in the model; free while nothing is recorded
-print(bisect.compare(one_device, split))                      # the first value that differs, and what lies before it
+The values of a model have names, and two runs are compared name by name:
+
+x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free while off
+print(bisect.compare(one_device, split))
 """
 
-from parallax.bisect.comparison import Comparison, Finding, compare, rounding
+from parallax.bisect.comparison import Comparison, Difference, compare, rounding
 from parallax.bisect.records import Key, Record, Value, load, of_tree, record
 from parallax.taps import AFTER, BATCH, at, is_on, job, numbered, tap, tap_tree
 
@@ -12,7 +14,7 @@ __all__ = [
     "AFTER",
     "BATCH",
     "Comparison",
-    "Finding",
+    "Difference",
     "Key",
     "Record",
     "Value",

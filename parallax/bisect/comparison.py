@@ -1,33 +1,37 @@
-"""Two runs side by side: the first value in program order that differs, and what lies before it."""
+"""Compares two runs, value by value in program order."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallax.bisect import between
-from parallax.bisect.looks import looks
+from parallax.bisect.collectives_between import ProgramSlice, before_result, before_tap
+from parallax.bisect.diagnosis import diagnose
 from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
 
 BOUND = 1e-11  # of float64: some thousand roundings of 1e-16, with room
-SMALL = 1e-3  # a cotangent whose true value is 0 is all rounding: it is held to this part of the largest of its kind
+# The true value of some cotangents is 0, and all that is computed of them is rounding. They are
+# compared with this part of the largest number of their kind.
+SMALL = 1e-3
 
 
-class Finding(NamedTuple):
+class Difference(NamedTuple):
     """The first value that differs.
 
     Attributes:
-        key: which one.
-        off: by how much, relative to the largest number of the value; 0 where it is the copies alone that differ.
-        bound: how much is allowed.
-        index: of the number that is off the most, in the whole value.
+        key: the value's key.
+        off: the difference, relative to the largest number of the value; 0 where only its copies
+            differ.
+        bound: the difference that is allowed.
+        index: the index of the number that is off the most, in the whole value.
         right: that number in the first run.
-        wrong: likewise, in the second.
-        microbatch: the microbatch of the second run that the number belongs to, if it belongs to a row of the batch.
-        looks: what kind of mistake it looks like.
+        wrong: that number in the second run.
+        microbatch: the microbatch of the second run that the number belongs to; None where the
+            value has no rows of the batch.
+        diagnosis: the kind of mistake that the two values suggest.
         after: the values right before it that are equal.
-        between: what lies between these and it, in the second run's program; None where that has none.
+        program_slice: the collectives and functions between these values and it, in the second
+            run's program; None where that run has no program.
     """
 
     key: Key
@@ -37,36 +41,41 @@ class Finding(NamedTuple):
     right: float
     wrong: float
     microbatch: int | None
-    looks: str
+    diagnosis: str
     after: tuple[str, ...]
-    between: between.Between | None
+    program_slice: ProgramSlice | None
+
+    @property
+    def collectives_between(self) -> tuple[str, ...]:
+        """The collectives between the last equal values and this one, the nearest first."""
+        return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
-            f"{self.key} differs first: {self.off:.2g} of its largest number, {self.bound:.2g} allowed.",
+            f"{self.key} differs first: {self.off:.2g} of its largest number, "
+            f"{self.bound:.2g} allowed.",
             f"  at {list(self.index)}{part}: {self.wrong:.9g} instead of {self.right:.9g}",
-            f"  looks like: {self.looks}",
+            f"  looks like: {self.diagnosis}",
             f"  equal before it: {', '.join(self.after) or 'nothing'}",
         ]
-        if self.between is not None:
-            lines.append(f"  collectives between: {'; '.join(self.between.collectives) or 'none'}")
-            lines.append(f"  made by: {', '.join(self.between.functions[:8])}")
+        if self.program_slice is not None:
+            lines.append(f"  collectives between: {'; '.join(self.collectives_between) or 'none'}")
+            lines.append(f"  made by: {', '.join(self.program_slice.functions[:8])}")
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """What `compare` found.
+class Comparison(NamedTuple):
+    """The result of `compare`.
 
     Attributes:
         first: the first value that differs; None: all are equal.
-        compared: how many values both runs have.
-        worst: the largest difference, and of which value, among those within the bound.
-        alone: the values that one run has alone.
+        compared: the number of values that both runs have.
+        worst: the largest difference within the bound, and its value.
+        alone: the values that only one run has.
     """
 
-    first: Finding | None
+    first: Difference | None
     compared: int
     worst: tuple[float, str]
     alone: tuple[str, ...]
@@ -86,141 +95,141 @@ Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 def compare(
     run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any
 ) -> Comparison:
-    """The first value in which `run_b` differs from `run_a`: what it is given, forward, backward, then what it returns.
+    """Returns the first value in which `run_b` differs from `run_a`.
+
+    Compared are first the arguments, then the forward pass, the backward pass and the results.
 
     Args:
-        run_a: what is right: a run on one device, say. A run is a `Record`, or what `record` takes.
-        run_b: another layout, another commit, another precision.
-        bound: of |a - b| relative to the largest |a| of the value: a number, or one for each value, as `rounding` makes them.
+        run_a: the run that is right, such as one on one device: a `Record`, or an argument of
+            `record`.
+        run_b: a run in another layout, of another commit, or in another precision.
+        bound: the allowed |a - b|, relative to the largest |a| of the value: one number, or one
+            for each value, as `rounding` returns them.
         options: of `record`.
 
     Raises:
         ValueError: the runs have no value in common.
     """
-    a, b = (run if isinstance(run, Record) else record(run, **options) for run in (run_a, run_b))
+    a, b = (_recorded(run, options) for run in (run_a, run_b))
     keys = [key for key in a.values if key in b.values]
     if not keys:
         raise ValueError(
             "bisect.compare needs two runs with taps of the same names; these have none in common."
         )
-    alone = tuple(
-        str(key)
-        for key in (
-            *(k for k in a.values if k not in b.values),
-            *(k for k in b.values if k not in a.values),
-        )
-    )
-    tops = _tops(a)
+    alone = [str(key) for key in a.values if key not in b.values]
+    alone += [str(key) for key in b.values if key not in a.values]
+    differences = _differences(a, b)
     worst, equal = (0.0, str(keys[0])), []
     for key in keys:
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
-        off = _off(a, b, key, tops)
-        copies = {axis: off for axis, off in b.values[key].differs.items() if not off <= allowed}
+        off = differences[key]
+        # `not <=` is true for nan, too.
+        copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
-            return Comparison(
-                _finding(a, b, key, (off, allowed), copies, equal), len(keys), worst, alone
-            )
+            first = _described(a, b, key, (off, allowed), copies, equal)
+            return Comparison(first, len(keys), worst, tuple(alone))
         worst = max(worst, (off, str(key)))
         equal.append(key)
-    return Comparison(None, len(keys), worst, alone)
+    return Comparison(None, len(keys), worst, tuple(alone))
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """How far each value of a run in few bits may be off: `times` as far as one that is known to be right is.
+    """Returns a bound for each value of a run in few bits: `times` the error of a right run.
 
     Args:
         exact: a run in more bits, on one device.
-        rounded: the same in few bits, on one device. Compare another layout in few bits with `exact`, under these bounds.
-        times: other orders of summing are rounded otherwise.
+        rounded: the same run in few bits, on one device. Compare another layout in few bits with
+            `exact`, under these bounds.
+        times: the room for other orders of summation, which round differently.
         options: of `record`.
     """
-    a, b = (run if isinstance(run, Record) else record(run, **options) for run in (exact, rounded))
-    tops = _tops(a)
-    off = {key: _off(a, b, key, tops) for key in a.values if key in b.values}
-    least = (
-        float(np.median([x for x in off.values() if x > 0]))
-        if any(x > 0 for x in off.values())
-        else BOUND
-    )
-    return {key: times * max(x, least) for key, x in off.items()}
+    off = _differences(_recorded(exact, options), _recorded(rounded, options))
+    positive = [difference for difference in off.values() if difference > 0]
+    # A value that this run computes without an error may have one in another order.
+    least = float(np.median(positive)) if positive else BOUND
+    return {key: times * max(difference, least) for key, difference in off.items()}
+
+
+def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
+    return run if isinstance(run, Record) else record(run, **options)
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Values whose sizes may be set beside each other: all gradients of weights, say, or all moments."""
-    return key.way, ".".join(key.path.split(".")[: 3 if key.way in (ARGUMENT, RESULT) else 1])
+    """Returns the kind of a value, such as moments: values of a kind have comparable sizes."""
+    depth = 3 if key.way in (ARGUMENT, RESULT) else 1
+    return key.way, ".".join(key.path.split(".")[:depth])
 
 
-def _tops(run: Record) -> dict[tuple[str, str], float]:
-    found: dict[tuple[str, str], float] = {}
-    for key, value in run.values.items():
-        found[_kind(key)] = max(
-            found.get(_kind(key), 0.0), float(np.nanmax(np.abs(value.whole), initial=0))
-        )
-    return found
+def _differences(a: Record, b: Record) -> dict[Key, float]:
+    """Returns |a - b| of each common value, relative to its largest |a|.
+
+    The largest |a| counts as no less than what is small among values of its kind.
+    """
+    largest: dict[tuple[str, str], float] = {}
+    for key, value in a.values.items():
+        size = float(np.nanmax(np.abs(value.whole), initial=0))
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), size)
+    differences = {}
+    for key in a.values:
+        if key in b.values:
+            right = a.values[key].whole
+            wrong = _shaped_like(right, b.values[key].whole)
+            if right.shape != wrong.shape:
+                differences[key] = np.inf
+            elif right.dtype.kind in "iub":
+                differences[key] = 0.0 if np.array_equal(right, wrong) else np.inf
+            else:
+                differences[key] = relative(right, wrong, max(SMALL * largest[_kind(key)], 1e-300))
+    return differences
 
 
-def _off(a: Record, b: Record, key: Key, tops: Mapping[tuple[str, str], float]) -> float:
-    """|a - b| relative to the largest |a|; not less than what is small beside values of its kind."""
-    right, wrong = a.values[key].whole, _like(b.values[key].whole, a.values[key].whole)
-    if right.shape != wrong.shape:
-        return np.inf
-    if right.dtype.kind in "iub":
-        return 0.0 if np.array_equal(right, wrong) else np.inf
-    return relative(right, wrong, max(SMALL * tops[_kind(key)], 1e-300))
+def _shaped_like(right: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Returns the blocks of a pipeline, [v, L / v, ...], as [L, ...]; other arrays unchanged."""
+    return x.reshape(right.shape) if x.size == right.size else x
 
 
-def _like(x: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The blocks of a pipeline, [v, L / v, ...], as [L, ...]; other arrays as they are."""
-    return x.reshape(other.shape) if x.shape != other.shape and x.size == other.size else x
-
-
-def _finding(
+def _described(
     a: Record,
     b: Record,
     key: Key,
     off: tuple[float, float],
-    copies: Mapping[str, float],
+    copies: list[str],
     equal: list[Key],
-) -> Finding:
-    """What is said of a value that is off by the first of `off`, with the second allowed."""
-    right, other = a.values[key].whole, b.values[key]
-    wrong = _like(other.whole, right)
+) -> Difference:
+    """Returns the difference in one value, off by the first of `off`, with the second allowed."""
+    right, value = a.values[key].whole, b.values[key]
+    wrong = _shaped_like(right, value.whole)
     index: tuple[int, ...] = ()
+    numbers = np.nan, np.nan
     if right.shape == wrong.shape and right.size:
-        apart = np.abs(np.asarray(wrong, np.float64) - right)
-        index = tuple(
-            int(i)
-            for i in np.unravel_index(
-                int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), right.shape
-            )
-        )
+        off_by = np.abs(np.asarray(wrong, np.float64) - right)
+        off_by[np.isnan(off_by)] = np.inf
+        index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
+        numbers = float(right[index]), float(wrong[index])
     microbatch = None
-    if other.rows is not None and index:
-        dim, rows = other.rows
+    if value.rows is not None and index:
+        dim, rows = value.rows
         microbatch = index[dim] // rows % b.microbatches
-    value = lambda x: float(x[index]) if right.shape == wrong.shape and x.size else float("nan")
-    said = looks(
-        right.astype(np.float64), wrong.astype(np.float64), b.sizes, b.microbatches, copies
-    )
+    text = diagnose(right, wrong, b.sizes, b.microbatches, copies)
     if key.way == ARGUMENT:
-        said = f"the runs are given other values; {said}"
+        text = f"the runs are given other values; {text}"
     if copies and key.layer >= 0:
-        said += "; or several layers have this number"
-    lies = _between(b, key, numbers=bool(copies))
-    before = {(path, way) for path, way in lies.taps} if lies else set()
+        text += "; or several layers have this number"
+    program_slice = _sliced(b, key, numbers=bool(copies))
+    taps = program_slice.taps if program_slice else ()
     near = [
-        each
-        for each in equal
-        if (each.path, each.way) in before and abs(each.layer - key.layer) <= 1
+        before
+        for before in equal
+        if (before.path, before.way) in taps and abs(before.layer - key.layer) <= 1
     ]
-    after = tuple(dict.fromkeys(str(each) for each in (near or equal[-1:])))
-    return Finding(key, *off, index, value(right), value(wrong), microbatch, said, after[-4:], lies)
+    after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
+    return Difference(key, *off, index, *numbers, microbatch, text, after[-4:], program_slice)
 
 
-def _between(b: Record, key: Key, *, numbers: bool) -> between.Between | None:
+def _sliced(b: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
     if b.program is None or key.way == ARGUMENT:
         return None
     if key.way != RESULT:
-        return between.before_tap(b.program, key.path, key.way, numbers=numbers)
-    results = [each for each in b.values if each.way == RESULT]
-    return between.before_result(b.program, results.index(key))
+        return before_tap(b.program, key.path, key.way, numbers=numbers)
+    results = [result for result in b.values if result.way == RESULT]
+    return before_result(b.program, results.index(key))

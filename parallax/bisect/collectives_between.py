@@ -1,0 +1,231 @@
+"""The collectives between a wrong value and the taps before it, read from the program."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from parallax.collectives import types
+from parallax.jaxprs import COLLECTIVES, called, every, inner, is_literal, scan_parts
+from parallax.taps import LINEAR
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_COLLECTIVES = os.path.join(_PACKAGE, "collectives") + os.sep
+# No frame of these files, nor of a library, made an equation that a reader looks for.
+_SKIPPED_FILES = (os.path.join(_PACKAGE, "bisect") + os.sep, os.path.join(_PACKAGE, "taps.py"))
+_LIBRARIES = (
+    *(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages")),
+    *("<frozen", f"{os.sep}lib{os.sep}python"),
+)
+_NAMED_COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "all_mean", "all_gather", "reduce_scatter", "all_to_all", "all_max"),
+        *("permute", "send_next"),
+    }
+)
+
+
+class ProgramSlice(NamedTuple):
+    """The part of a program that computes a value from the taps before it.
+
+    Attributes:
+        taps: the taps before it, as `(path, way)`.
+        collectives: a description of each collective, the nearest first.
+        functions: the functions that made the equations, as `file.py:function`, the nearest first.
+        callers: the functions that called these, in no order.
+    """
+
+    taps: tuple[tuple[str, str], ...]
+    collectives: tuple[str, ...]
+    functions: tuple[str, ...]
+    callers: frozenset[str]
+
+
+class _Body(NamedTuple):
+    """A jaxpr, the body and the equation that contain it, and the equation of each variable."""
+
+    jaxpr: Jaxpr
+    parent: "_Body | None"
+    eqn: JaxprEqn | None
+    makers: dict[Any, JaxprEqn]
+
+
+def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
+    """Returns the slice between the values of a tap and the taps before it.
+
+    With `numbers`, it includes the computation of the microbatch's and the layer's number.
+    """
+    reader = _SliceReader()
+    for body in _bodies(program, None, None):
+        for eqn in body.jaxpr.eqns:
+            if eqn.primitive.name != "tap" or eqn.params["way"] != way:
+                continue
+            if eqn.params["mark"].path == path:
+                first = 1 + len(eqn.params["mark"].sizes)
+                reader.follow(eqn.invars[0], body)
+                for atom in eqn.invars[first : first + 2] if numbers else ():
+                    reader.follow(atom, body)
+    return reader.program_slice()
+
+
+def before_result(program: Jaxpr, place: int) -> ProgramSlice:
+    """Returns the slice between a result of the program and the taps before it."""
+    reader = _SliceReader()
+    reader.follow(program.outvars[place], _body(program, None, None))
+    return reader.program_slice()
+
+
+def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
+    return _Body(jaxpr, parent, eqn, {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars})
+
+
+def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
+    """Yields a jaxpr and all jaxprs inside it."""
+    body = _body(jaxpr, parent, eqn)
+    yield body
+    for inner_eqn in jaxpr.eqns:
+        for inner_jaxpr in inner(inner_eqn):
+            yield from _bodies(inner_jaxpr, body, inner_eqn)
+
+
+class _SliceReader:
+    """Collects the equations that a value depends on, as far as the nearest taps."""
+
+    def __init__(self):
+        self.seen: set[tuple[int, Any]] = set()
+        self.bodies: dict[tuple[int, int], _Body] = {}
+        # Dicts without values are sets that keep their order.
+        self.taps: dict[tuple[str, str], None] = {}
+        self.collectives: dict[str, None] = {}
+        self.functions: dict[str, None] = {}
+        self.callers: set[str] = set()
+
+    def program_slice(self) -> ProgramSlice:
+        """Returns what was collected."""
+        return ProgramSlice(
+            tuple(self.taps),
+            tuple(self.collectives),
+            tuple(self.functions),
+            frozenset(self.callers),
+        )
+
+    def follow(self, atom: Any, body: _Body) -> None:
+        """Collects the equations that one operand depends on."""
+        waiting = [(atom, body)]
+        while waiting:
+            atom, body = waiting.pop(0)
+            if is_literal(atom) or (id(body.jaxpr), atom) in self.seen:
+                continue
+            self.seen.add((id(body.jaxpr), atom))
+            eqn = body.makers.get(atom)
+            waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
+
+    def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
+        """Returns the operands from which an equation computes `atom`."""
+        is_tap = eqn.primitive.name == "tap"
+        if is_tap and eqn.params["way"] != LINEAR:
+            self.taps[eqn.params["mark"].path, eqn.params["way"]] = None
+            return []
+        called_jaxpr = inner(eqn)[0] if eqn.primitive.name == "scan" else called(eqn)
+        if called_jaxpr is not None:
+            inside = self._inside(called_jaxpr, body, eqn)
+            return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
+        for inner_eqn in (eqn, *(eqn for jaxpr in inner(eqn) for eqn in every(jaxpr))):
+            frames = _frames(inner_eqn)
+            names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
+            self.functions |= dict.fromkeys(names[:1])
+            self.callers.update(names[1:])
+            for name, axes in _collectives(inner_eqn, _mesh(body)):
+                self.collectives[f"{name} over {axes}{_caller(inner_eqn)}"] = None
+        # A tap's other operands are numbers of its report.
+        operands = eqn.invars[:1] if is_tap else eqn.invars
+        return [(operand, body) for operand in operands]
+
+    def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
+        """Returns the operand outside for an input of an inner jaxpr.
+
+        The input may be a loop's carry, which depends on the carry that the trip before made.
+        """
+        if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
+            return []
+        place = body.jaxpr.invars.index(atom)
+        outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
+        if body.eqn.primitive.name == "scan":
+            consts, carries = scan_parts(body.eqn)
+            if consts <= place < consts + carries:
+                outside.append((body.jaxpr.outvars[place - consts], body))
+        return outside
+
+    def _inside(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
+        # One body for each call, so that an operand is followed once for each call.
+        return self.bodies.setdefault((id(jaxpr), id(eqn)), _body(jaxpr, body, eqn))
+
+
+def _frames(eqn: JaxprEqn) -> list[Any]:
+    """Returns the frames that made an equation, the innermost first, without those of libraries."""
+    traceback = eqn.source_info.traceback
+    return [
+        frame
+        for frame in (traceback.frames if traceback else ())
+        if not frame.file_name.startswith(_SKIPPED_FILES)
+        and not any(part in frame.file_name for part in _LIBRARIES)
+    ]
+
+
+def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
+    """Returns the names and the axes of the collectives that an equation runs."""
+    name = _collective_function(eqn)
+    # The equation of a collective of this library has a function as its parameter, and no jaxpr.
+    if eqn.primitive is types.linear_p:
+        inside = every(types.linear_jaxpr(eqn, mesh, check_vma=True))
+        sent = [pair for inner_eqn in inside for pair in _collectives(inner_eqn, mesh)]
+        return [(name or primitive, axes) for primitive, axes in sent]
+    if eqn.primitive.name not in COLLECTIVES:
+        return []
+    axes = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
+    names = axes if isinstance(axes, str) else ", ".join(map(str, axes))
+    return [(name or eqn.primitive.name, names)]
+
+
+def _mesh(body: _Body | None) -> Any:
+    """Returns the mesh of the `shard_map` around a body, or None."""
+    while body is not None and body.eqn is not None:
+        if body.eqn.primitive.name == "shard_map":
+            return body.eqn.params["mesh"]
+        body = body.parent
+    return None
+
+
+def _collective_function(eqn: JaxprEqn) -> str:
+    """Returns the name of the function of `parallax.collectives` that was called, or ""."""
+
+    def is_inside(frame):
+        return frame.file_name.startswith(_COLLECTIVES) and frame.function_name != "opened"
+
+    innermost = itertools.takewhile(is_inside, _frames(eqn))
+    names = [frame.function_name.split(".<locals>")[0].split(".")[-1] for frame in innermost]
+    return next((name for name in reversed(names) if name in _NAMED_COLLECTIVES), "")
+
+
+def _caller(eqn: JaxprEqn) -> str:
+    """Returns the line that called a collective, such as `tensor.reduce_from`'s.
+
+    The model's line that called this one follows it.
+    """
+    frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
+    is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
+    model_frames = list(itertools.compress(frames, is_model))
+    lines = [
+        f"{_short(frame.file_name)}:{frame.line_num} ({frame.function_name})"
+        for frame in (*frames[:1], *model_frames[:1])
+    ]
+    pairs = zip(("in", "for"), dict.fromkeys(lines), strict=False)
+    return "".join(f" {word} {line}" for word, line in pairs)
+
+
+def _short(file_name: str) -> str:
+    if file_name.startswith(_PACKAGE):
+        return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
+    return os.path.basename(file_name)

@@ -1,0 +1,136 @@
+"""Guesses the kind of mistake from a wrong value and the right one."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+FEW = 0.02  # of the numbers: fewer may be zero by chance
+MANY = 5  # blocks have too many orders beyond this
+# The binary digits of a number of each type
+DIGITS = {
+    np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
+}
+NEAR = 1e-6  # of the largest number: how well a guess must explain the wrong value
+
+
+def diagnose(
+    right: np.ndarray,
+    wrong: np.ndarray,
+    sizes: Mapping[str, int],
+    microbatches: int,
+    differs: Sequence[str] = (),
+) -> str:
+    """Returns the kind of mistake, such as "summed 4 times: the size of data".
+
+    Args:
+        right: the right value.
+        wrong: the wrong value, which may have another shape.
+        sizes: the sizes of the mesh's axes in the wrong run.
+        microbatches: the number of microbatches of the wrong run.
+        differs: the axes along which the wrong value's copies differ.
+    """
+    if right.shape != wrong.shape:
+        return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"
+    right, wrong = right.astype(np.float64), wrong.astype(np.float64)
+    if np.isnan(wrong).any() and not np.isnan(right).any():
+        return f"not a number, or not computed, at {np.isnan(wrong).mean():.0%} of the places"
+    if differs:
+        return (
+            "not summed, or not the same weights: the devices along "
+            f"{differs[0]!r} have different copies"
+        )
+    if not np.any(wrong):
+        return "zero: not summed, masked, or never sent"
+    counts = {**sizes, "microbatches": microbatches}
+    guesses = (
+        _rounded(right, wrong),
+        _multiple(right, wrong, counts),
+        _permuted(right, wrong, counts),
+        _other_key(right, wrong),
+        _wrong_box(right, wrong),
+    )
+    return next(filter(None, guesses), "no known kind")
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.max(np.abs(x), initial=0))
+
+
+def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
+    return _largest(wrong - guess) <= NEAR * _largest(guess)
+
+
+def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
+    """Returns the type, if each number is off as one rounding to a shorter type would make it."""
+    errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)
+    # Where all numbers are off by the same part, the wrong value is a multiple of the right one.
+    if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
+        return ""
+    for name, digits in DIGITS.items():
+        if 2.0 ** -(digits + 4) < _largest(errors) <= 2.0**-digits:
+            return f"rounded to {name}"
+    return ""
+
+
+def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
+    """Returns the factor, if the wrong value is a multiple of the right one."""
+    energy = float(np.vdot(right, right))
+    factor = float(np.vdot(right, wrong)) / energy if energy else 0.0
+    if not factor or not _near(wrong, factor * right):
+        return ""
+    if abs(factor + 1) < NEAR:
+        return "the sign is wrong"
+    for text, value in (
+        (f"summed {factor:.0f} times", factor),
+        (f"divided by {1 / factor:.0f}, a mean instead of a sum", 1 / factor),
+    ):
+        whole = round(value)
+        if whole > 1 and abs(value - whole) < NEAR * whole:
+            axes = _axes_of_size(whole, counts)
+            return text + (f": the size of {' or '.join(axes[:3])}" if axes else "")
+    return f"{factor:.6g} times the right value"
+
+
+def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
+    """Returns the axes, or products of up to three axes, that have this size."""
+    names = [name for name, count in counts.items() if count > 1]
+    products = (axes for k in (1, 2, 3) for axes in itertools.combinations(names, k))
+    return [" x ".join(axes) for axes in products if np.prod([counts[a] for a in axes]) == size]
+
+
+def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
+    """Returns the order, if the wrong value has the blocks of the right one in another order."""
+    sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
+    for dim, count in itertools.product(range(right.ndim), sizes):
+        if right.shape[dim] % count:
+            continue
+        blocks = np.split(right, count, axis=dim)
+        # The first permutation is the right order.
+        for order in itertools.islice(itertools.permutations(range(count)), 1, None):
+            if _near(wrong, np.concatenate([blocks[i] for i in order], axis=dim)):
+                return f"{count} blocks of dim {dim} in another order: {list(order)}"
+    return ""
+
+
+def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
+    """Returns the share of numbers that only one value has as 0, as with another dropout mask."""
+    share = float(((right == 0) != (wrong == 0)).mean())
+    if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
+        return ""
+    return f"another random key: {share:.0%} of the numbers are zero in one of the two alone"
+
+
+def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
+    """Returns the smallest box that holds all wrong numbers, if it is smaller than the value."""
+    off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
+    if not off.size:
+        return ""
+    starts, stops = off.min(axis=0), off.max(axis=0) + 1
+    if np.prod(stops - starts) == right.size:
+        return ""
+    box = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
+    text = ", ".join(f"{part.start}:{part.stop}" for part in box)
+    return f"{'wrong' if np.any(wrong[tuple(box)]) else 'missing'} in the block [{text}] alone"
