@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.collectives import types
-from parallax.jaxprs import COLLECTIVES, called, every, inner, is_literal, scan_parts
+from parallax.jaxprs import (
+    COLLECTIVES,
+    called,
+    every,
+    inner,
+    is_jax_function,
+    is_literal,
+    scan_parts,
+)
 from parallax.taps import LINEAR
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -129,10 +137,14 @@ class _SliceReader:
             self.taps[eqn.params["mark"].path, eqn.params["way"]] = None
             return []
         called_jaxpr = inner(eqn)[0] if eqn.primitive.name == "scan" else called(eqn)
-        if called_jaxpr is not None:
+        # JAX keeps the program of a function of its own, such as jnp.where, with the lines of its
+        # first call. The equation that calls it has this call's.
+        is_kept = eqn.primitive.name != "scan" and _is_kept(called_jaxpr)
+        if called_jaxpr is not None and not is_kept:
             inside = self._inside(called_jaxpr, body, eqn)
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
-        for inner_eqn in (eqn, *(eqn for jaxpr in inner(eqn) for eqn in every(jaxpr))):
+        bodies = [] if is_kept else inner(eqn)
+        for inner_eqn in (eqn, *(eqn for jaxpr in bodies for eqn in every(jaxpr))):
             frames = _frames(inner_eqn)
             names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
             self.functions |= dict.fromkeys(names[:1])
@@ -161,6 +173,12 @@ class _SliceReader:
     def _inside(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
         # One body for each call, so that an operand is followed once for each call.
         return self.bodies.setdefault((id(jaxpr), id(eqn)), _body(jaxpr, body, eqn))
+
+
+def _is_kept(jaxpr: Jaxpr | None) -> bool:
+    if jaxpr is None or not is_jax_function(jaxpr):
+        return False
+    return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))
 
 
 def _frames(eqn: JaxprEqn) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Mistakes that run in silence: in a rule set, in a traced program, in live arrays. Each with a line, a sentence and a cure.
+"""Finds mistakes that run in silence, in rule sets, traced programs and live arrays.
 
     print(lint.report(lint.rules(model, rule, mesh)))
     print(lint.report(lint.program(train, state, batch)))
     print(lint.report(lint.arrays(state)))
 
-A finding is worth a look; no finding is no proof.
+Each finding has a line, a sentence and a cure. A finding may be no mistake, and a program without
+findings may have some.
 """
 
 from parallax.lint.finding import Finding, report

@@ -1,4 +1,4 @@
-"""What a lint says: one mistake, where it is, what it costs and what to do."""
+"""One mistake that the lint finds: its place, its harm and its cure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ class Finding:
 
     Attributes:
         kind: its name, such as "sum-in-a-loop".
-        where: the caller's line, "file.py:12", of a program; the dotted path of the leaf, or the rule, of a rule set or arrays.
-        harm: what is wrong, with the axis and the numbers.
-        cure: what to do.
+        where: in a program the caller's line, "file.py:12"; in a rule set or arrays the dotted path
+            of the leaf, or the rule.
+        harm: the mistake, with the axis and the numbers.
+        cure: the advice.
     """
 
     kind: str
@@ -22,7 +23,7 @@ class Finding:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text, three lines each, and how many there are; of none, one line that says so."""
+    """Returns the findings as text, with three lines each, and their number."""
     if not findings:
         return "lint: nothing found."
     lines = [

@@ -1,4 +1,4 @@
-"""A program as one list of operations: the functions that it calls are opened, and each value has a number."""
+"""A program as one list of operations: called functions are opened, and each value has a number."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -6,25 +6,45 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs
+from parallax import jaxprs, remat
 from parallax.lint import values
 from parallax.lint.values import LINEAR, Sent
 
-CHOSEN = "chosen"  # a result of a conditional: its inputs are the predicate, then that result of each branch
-LOOPS = frozenset({"scan", "while"})  # these stay closed
+# A conditional is the operation COND, of the predicate and the operands, without a result. Then
+# come the operations of all branches, and for each result an operation CHOSEN: of the predicate,
+# and of that result of each branch.
+COND, CHOSEN = "cond", "chosen"
+LOOPS = frozenset({"scan", "while"})
+_CLOSED = LOOPS | {"shard_map"}  # their bodies are programs of their own
+
+
+class Scope(NamedTuple):
+    """The place of an operation among the functions and branches of its program.
+
+    Attributes:
+        at: the equations whose lines may be the operation's, the innermost first: those of calls,
+            conditionals and loops round it follow its own.
+        is_hidden: whether a function of JAX or of this library made it: its own line says nothing.
+        on_purpose: whether it is part of a gather that each trip of a loop is meant to repeat.
+        predicates: the numbers of the values that decide whether it runs.
+    """
+
+    at: tuple[JaxprEqn, ...] = ()
+    is_hidden: bool = False
+    on_purpose: bool = False
+    predicates: tuple[int, ...] = ()
 
 
 class Node(NamedTuple):
     """One operation.
 
     Attributes:
-        name: that of its primitive, or `CHOSEN`.
+        name: the name of its primitive, or `CHOSEN`.
         eqn: its equation.
         inputs: the numbers of its operands.
         outputs: the numbers of its results.
-        sent: the collective that it is, or None.
-        at: the equations whose line may count, the first of which has one: its own, but for what a function of JAX's did, then
-            those of the calls and conditionals round it.
+        sent: its collective, or None.
+        scope: its place.
     """
 
     name: str
@@ -32,22 +52,42 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sent: Sent | None
-    at: tuple[JaxprEqn, ...]
+    scope: Scope
+
+    @property
+    def where(self) -> str:
+        """The first known line of its place."""
+        lines = (jaxprs.source(eqn) for eqn in self.scope.at)
+        return next((line for line in lines if line != jaxprs.UNKNOWN), jaxprs.UNKNOWN)
+
+    def is_within(self, transform: str) -> bool:
+        """Returns whether JAX made it, or a loop or a call round it, by a transform: "jvp("."""
+        return any(
+            transform in str(eqn.source_info.name_stack) for eqn in (self.eqn, *self.scope.at)
+        )
 
 
 class Flat:
-    """The operations of a jaxpr in order, with the types of all values, and which operations make and use each of them.
+    """The operations of a jaxpr in order, with the types of all values.
 
-    `literals` are the numbers that are written into the program, by value. `ours` opens a collective of this library.
+    Attributes:
+        ours: opens a collective of this library.
+        types: the type of each value.
+        nodes: the operations.
+        literals: the numbers that are written into the program, by value.
+        arguments: the values of its arguments.
+        results: the values of its results.
+        made: the operation that makes each value.
+        used: the operations that use each value.
     """
 
-    def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]):
+    def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
         self.literals: dict[int, Any] = {}
         self.arguments = self._numbers(jaxprs.types(jaxpr.invars))
-        self.results = self._opened(jaxpr, self.arguments, ())
+        self.results = self._opened(jaxpr, self.arguments, scope)
         self.made = {output: node for node in self.nodes for output in node.outputs}
         self.used: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
@@ -55,7 +95,7 @@ class Flat:
                 self.used[value].append(node)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value."""
+        """Returns the shape of a value."""
         return self.types[value].shape
 
     def _numbers(self, types: Sequence[Any]) -> tuple[int, ...]:
@@ -67,49 +107,44 @@ class Flat:
         self.literals[value] = atom.val
         return value
 
-    def _opened(
-        self,
-        jaxpr: Jaxpr,
-        arguments: Sequence[int],
-        around: tuple[JaxprEqn, ...],
-        *,
-        hidden: bool = False,
-    ) -> tuple[int, ...]:
-        known = dict(zip(jaxpr.invars, arguments, strict=True))
-        known |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
+    def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
+        numbers = dict(zip(jaxpr.invars, arguments, strict=True))
+        numbers |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
             return tuple(
-                self._literal(atom) if jaxprs.is_literal(atom) else known[atom] for atom in atoms
+                self._literal(atom) if jaxprs.is_literal(atom) else numbers[atom] for atom in atoms
             )
 
         for eqn in jaxpr.eqns:
-            at = around if hidden else (eqn, *around)
-            known |= zip(
-                eqn.outvars, self._equation(eqn, read(eqn.invars), at, hidden=hidden), strict=True
-            )
+            place = scope if scope.is_hidden else scope._replace(at=(eqn, *scope.at))
+            outputs = self._equation(eqn, read(eqn.invars), place)
+            numbers |= zip(eqn.outvars, outputs, strict=True)
         return read(jaxpr.outvars)
 
-    def _equation(
-        self, eqn: JaxprEqn, inputs: tuple[int, ...], at: tuple[JaxprEqn, ...], *, hidden: bool
-    ) -> tuple[int, ...]:
+    def _equation(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
         name = eqn.primitive.name
-        if name == "cond":
-            branches = [
-                self._opened(branch, inputs[1:], at, hidden=hidden) for branch in jaxprs.inner(eqn)
-            ]
-            return tuple(
-                self._node(CHOSEN, eqn, (inputs[0], *each), [aval], None, at)[0]
-                for *each, aval in zip(*branches, jaxprs.types(eqn.outvars), strict=True)
-            )
+        if name == COND:
+            return self._conditional(eqn, inputs, scope)
         ours = self.ours(eqn) if name == LINEAR else None
+        if ours and eqn.params["name"] == remat.GATHERED:
+            scope = scope._replace(on_purpose=True)
         sent = values.sent(eqn, ours)
-        inner = None if sent or name in LOOPS else ours or jaxprs.called(eqn)
-        if inner:
-            return self._opened(
-                inner, inputs, at, hidden=hidden or bool(ours) or jaxprs.is_jax_function(inner)
-            )
-        return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, at)
+        inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
+        if inner is None:
+            return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
+        is_hidden = scope.is_hidden or ours is not None or jaxprs.is_jax_function(inner)
+        return self._opened(inner, inputs, scope._replace(is_hidden=is_hidden))
+
+    def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+        predicate, *operands = inputs
+        self._node(COND, eqn, inputs, [], None, scope)
+        inside = scope._replace(predicates=(*scope.predicates, predicate))
+        branches = [self._opened(branch, operands, inside) for branch in jaxprs.inner(eqn)]
+        outputs = []
+        for aval, *results in zip(jaxprs.types(eqn.outvars), *branches, strict=True):
+            outputs += self._node(CHOSEN, eqn, (predicate, *results), [aval], None, scope)
+        return tuple(outputs)
 
     def _node(
         self,
@@ -118,15 +153,15 @@ class Flat:
         inputs: tuple[int, ...],
         types: Sequence[Any],
         sent: Sent | None,
-        at: tuple[JaxprEqn, ...],
+        scope: Scope,
     ) -> tuple[int, ...]:
         outputs = self._numbers(types)
-        self.nodes.append(Node(name, eqn, inputs, outputs, sent, at))
+        self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))
         return outputs
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """The carries of a loop: for each its place among the operands, and among the results."""
+    """Returns the carries of a loop: each one's place among the operands, and the results."""
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)
     else:
@@ -136,16 +171,14 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """The places of the operands that a loop takes a slice of in each trip."""
+    """Returns the places of the operands of which a loop takes a slice in each trip."""
     if eqn.primitive.name != "scan":
         return range(0)
     return range(sum(jaxprs.scan_parts(eqn)), len(eqn.invars))
 
 
 def body(eqn: JaxprEqn) -> Jaxpr:
-    """What a loop repeats."""
-    return (
-        jaxprs.inner(eqn)[0]
-        if eqn.primitive.name == "scan"
-        else jaxprs.opened(eqn.params["body_jaxpr"])
-    )
+    """Returns the body of a loop."""
+    if eqn.primitive.name == "scan":
+        return jaxprs.inner(eqn)[0]
+    return jaxprs.opened(eqn.params["body_jaxpr"])

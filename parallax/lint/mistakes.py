@@ -1,4 +1,4 @@
-"""The sentences of the findings in a program, from the facts that `walk` comes by."""
+"""The findings in a program, each made of its facts."""
 
 import math
 
@@ -14,32 +14,36 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 def under_a_predicate(
     sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str
 ) -> Finding:
-    """A collective that some devices never come to; the predicate of `what` differs along `along`, of `size` devices."""
-    name = (
-        "ppermute"
-        if sent.kind == "permute"
-        else f"{sent.kind} made of ppermutes"
-        if sent.permutes
-        else sent.kind
-    )
+    """A collective that some devices do not reach.
+
+    The predicate of the `what` round it differs along `along`, which has `size` devices.
+    """
+    name = f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
+    if sent.kind == "permute":
+        name = "ppermute"
     waits = "every device of the program" if sent.permutes else "all devices of its axis"
     return Finding(
         "collective-under-a-predicate",
         where,
-        f"a {name} over {named(axes)} stands in a {what} whose predicate differs along {named(along)}, between {size} devices: "
+        f"a {name} over {named(axes)} stands in a {what} whose predicate differs along "
+        f"{named(along)}, between {size} devices: "
         f"it waits for {waits}, so it hangs or gives wrong numbers.",
-        "Run it on all devices and mask its result with jnp.where, or take a predicate that is the same on all.",
+        "Run it on all devices and mask its result with jnp.where, or use a predicate that is the "
+        "same on all.",
     )
 
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
-    """A cond with a varying predicate, with so many operands and results that are typed as the same everywhere."""
+    """A cond with a varying predicate, and the number of operands and results of invariant type."""
     return Finding(
         "lost-varying-mark",
         where,
-        f"the predicate of this cond differs along {named(axes)}, and {inputs} of its operands and {outputs} of its results are "
-        f"typed as the same on all {size} devices: gradients are wrong, and results that differ pass as copies (jax #40823).",
-        f"Cast the operands first, x = jax.lax.pcast(x, {tuple(sorted(axes))}, to='varying'), or use jnp.where.",
+        f"the predicate of this cond differs along {named(axes)}, and {inputs} of its operands "
+        f"and {outputs} of its results are "
+        f"typed as the same on all {size} devices: gradients are wrong, and results that differ "
+        "pass as copies (jax #40823).",
+        f"Cast the operands first, x = jax.lax.pcast(x, {tuple(sorted(axes))}, to='varying'), or "
+        "use jnp.where.",
     )
 
 
@@ -50,9 +54,11 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
     return Finding(
         "summed-twice",
         where,
-        f"this sum over {named(axes)} adds {size} equal copies of {shown(aval)}, which {why}: the result is {size} times it, "
+        f"this sum over {named(axes)} adds {size} equal copies of {shown(aval)}, which {why}: the "
+        f"result is {size} times it, "
         f"for {_bytes(nbytes(aval))} that need not move.",
-        f"Leave this sum out; multiply by {size} if that is what is meant. Gradients of weights that are the same everywhere JAX "
+        f"Leave this sum out; multiply by {size} if that is what is meant. Gradients of weights "
+        "that are the same everywhere JAX "
         "sums by itself: grads.averaged makes their mean.",
     )
 
@@ -64,9 +70,11 @@ def same_every_trip(
     return Finding(
         "same-every-trip",
         where,
-        f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which no trip of the loop changes, "
+        f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which "
+        "no trip of the loop changes, "
         f"and repeats it {_times(trips)}.",
-        "Move it before the loop and use its result in each trip (for parameters: zero.gathered_once round grads.accumulated).",
+        "Move it before the loop and use its result in each trip (for parameters: "
+        "zero.gathered_once round grads.accumulated).",
     )
 
 
@@ -75,10 +83,13 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
     return Finding(
         "sum-in-a-loop",
         where,
-        f"this sum of {shown(aval)} over {named(axes)}, {size} devices, runs {_times(trips)} and is only added to the loop's "
+        f"this sum of {shown(aval)} over {named(axes)}, {size} devices, runs {_times(trips)} and "
+        "is only added to the loop's "
         f"carry: {_bytes(nbytes(aval))} each time instead of once.",
-        "Add up the parts of each device in the loop and sum over the devices after it: grads.averaged round grads.accumulated. "
-        "If JAX made this sum, of a gradient, cast the parameters to varying before they are differentiated, as these do.",
+        "Add up the parts of each device in the loop and sum over the devices after it: "
+        "grads.averaged round grads.accumulated. "
+        "If JAX made this sum, of a gradient, cast the parameters to varying before they are "
+        "differentiated, as these do.",
     )
 
 
@@ -89,9 +100,12 @@ def update_mixes_a_shard(
     return Finding(
         "update-mixes-a-shard",
         where,
-        f"this {operation} takes {shown(aval)}, a shard along {named(axes)}, and goes into the update of that shard with no "
-        f"collective between: each of {size} devices takes its own number for that of the whole array.",
-        "Wrap the optimizer: optimizers.whole or optimizers.by_matrix; clip with step.make(max_norm=...) or grads.clipped. By "
+        f"this {operation} takes {shown(aval)}, a shard along {named(axes)}, and goes into the "
+        "update of that shard with no "
+        f"collective between: each of {size} devices takes its own number for that of the whole "
+        "array.",
+        "Wrap the optimizer: optimizers.whole or optimizers.by_matrix; clip with "
+        "step.make(max_norm=...) or grads.clipped. By "
         f"hand, sum the squares over {named(axes)} before the root.",
     )
 
@@ -101,22 +115,27 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
     return Finding(
         "shards-summed",
         where,
-        f"this sum adds {shown(aval)} over {named(axes)}, {size} devices, and goes into the update of an array that is split "
-        f"along {named(axes)}: the gradients of different shards are added up, and each shard gets the sum.",
-        f"Leave {named(axes)} out of the sum of this leaf. grads.averaged and grads.summed reduce each leaf over its own axes.",
+        f"this sum adds {shown(aval)} over {named(axes)}, {size} devices, and goes into the "
+        "update of an array that is split "
+        f"along {named(axes)}: the gradients of different shards are added up, and each shard "
+        "gets the sum.",
+        f"Leave {named(axes)} out of the sum of this leaf. grads.averaged and grads.summed reduce "
+        "each leaf over its own axes.",
     )
 
 
 def gathered_out_of_order(
-    aval, dim: int, split: tuple[str, ...], over: tuple[str, ...], where: str
+    aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
     """A gather of blocks that do not lie one after another."""
     return Finding(
         "gathered-out-of-order",
         where,
-        f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and is gathered over {over}: the "
+        f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and "
+        f"is gathered over {axes}: the "
         "blocks that come together do not lie one after another in the whole array.",
-        f"Gather over {split[-len(over) :]} first, or name the axes of dim {dim} in another order in its spec.",
+        f"Gather over {split[-len(axes) :]} first, or name the axes of dim {dim} in another order "
+        "in its spec.",
     )
 
 
@@ -125,9 +144,12 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
     return Finding(
         "layers-not-gathered",
         where,
-        f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)}, whose layers dim is split over "
-        f"{named(axes)}, as the batch is, and gathers none: each of {size} replicas runs other layers, on its own rows.",
-        "Split another dim, rules.fsdp(..., keep={'blocks.**': (0,)}), and gather each layer with zero.gathered; or split the "
+        f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)}, whose "
+        "layers dim is split over "
+        f"{named(axes)}, as the batch is, and gathers none: each of {size} replicas runs other "
+        "layers, on its own rows.",
+        "Split another dim, rules.fsdp(..., keep={'blocks.**': (0,)}), and gather each layer with "
+        "zero.gathered; or split the "
         "layers over an axis of their own, as pipeline.value_and_grad does.",
     )
 
@@ -139,9 +161,12 @@ def reduced_over_a_split_dim(
     return Finding(
         "reduced-over-a-split-dim",
         where,
-        f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or over groups that are cut, "
-        f"and meets that dim again with no collective between: each of {size} devices takes the mean or norm of its own part.",
-        f"Complete it first: jax.lax.pmean or psum over {named(axes)}; of a softmax's maximum pmax. Or split whole groups or "
+        f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or "
+        "over groups that are cut, "
+        f"and meets that dim again with no collective between: each of {size} devices takes the "
+        "mean or norm of its own part.",
+        f"Complete it first: jax.lax.pmean or psum over {named(axes)}; of a softmax's maximum "
+        "pmax. Or split whole groups or "
         "heads, and count those of a device.",
     )
 
@@ -151,9 +176,12 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
     return Finding(
         "parts-of-a-split-dim",
         where,
-        f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts, which are joined here, as those "
-        f"of a fused matrix are: each of {size} devices cuts its own block, and joins other parts than the whole layer does.",
-        "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a matrix for each. An "
+        f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts, "
+        "which are joined here, as those "
+        f"of a fused matrix are: each of {size} devices cuts its own block, and joins other parts "
+        "than the whole layer does.",
+        "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a "
+        "matrix for each. An "
         "eqx.nn.LSTMCell or GRUCell, whose gates are stacked, stays whole.",
     )
 
@@ -161,14 +189,18 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
 REPEATED = {  # kind: the numbers, the harm and the cure
     "one-key-for-split-units": (
         "random numbers that are the same along {axes}",
-        "the units of all {size} devices get the same ones, as in dropout by one mask for every block.",
-        "Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for {axes}. To equal one device, draw "
+        "the units of all {size} devices get the same ones, as in dropout by one mask for every "
+        "block.",
+        "Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for "
+        "{axes}. To equal one device, draw "
         "for all units and take this device's slice.",
     ),
     "counted-on-a-device": (
         "numbers made of 0, 1, 2, ... on each device",
-        "the count begins anew on each of {size} devices, so that all take the first positions, or the first heads.",
-        "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add jax.lax.axis_index(axis) * count "
+        "the count begins anew on each of {size} devices, so that all take the first positions, "
+        "or the first heads.",
+        "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add "
+        "jax.lax.axis_index(axis) * count "
         "of a device.",
     ),
 }
@@ -188,7 +220,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
     return Finding(
         "added-before-the-sum",
         where,
-        f"this adds {shown(aval)}, the same along {named(axes)}, to a device's term of a sum over {named(axes)}: the sum counts "
+        f"this adds {shown(aval)}, the same along {named(axes)}, to a device's term of a sum over "
+        f"{named(axes)}: the sum counts "
         f"it {size} times.",
         "Add it after the sum, as tensor.row and tensor.RowLinear do with the bias.",
     )
@@ -199,36 +232,39 @@ def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) ->
     return Finding(
         "clipped-before-the-sum",
         where,
-        f"this scales {shown(aval)}, which differs along {named(axes)}, by a norm of each device's own part, before it is summed "
-        f"over {named(axes)}: each of {size} devices clips the gradients of its own rows, and not their mean.",
-        "Sum first: grads.clipped(grads.averaged(grad, axis), max_norm), or step.make(..., max_norm=...). An optax transform "
-        "that clips or normalises belongs to the optimizer, not inside the grad arrow.",
+        f"this scales {shown(aval)}, which differs along {named(axes)}, by a norm of each "
+        "device's own part, before it is summed "
+        f"over {named(axes)}: each of {size} devices clips the gradients of its own rows, and not "
+        "their mean.",
+        "Sum first: grads.clipped(grads.averaged(grad, axis), max_norm), or step.make(..., "
+        "max_norm=...). An optax transform "
+        "that clips or normalises belongs to the optimizer, not inside the gradient function.",
     )
 
 
 def wide_product(
     eqn: JaxprEqn, operands: list[Value], where: str, declared: bool
 ) -> Finding | None:
-    """A product in 32 bits or more of numbers that have 16, or, where 16 bits were `declared`, of any."""
+    """A product in 32 bits or more of 16-bit numbers; if 16 bits were `declared`, of any."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
-    short = {value.narrow for value in operands if value.narrow} | {
-        aval.dtype.name for aval in avals if is_narrow(aval.dtype)
-    }
+    short = {value.narrow for value in operands if value.narrow}
+    short |= {aval.dtype.name for aval in avals if is_narrow(aval.dtype)}
     if not wide or not (short or declared):
         return None
-    why = (
-        f"an operand came from {' and '.join(sorted(short))}"
-        if short
-        else "all products were declared to be in 16 bits"
-    )
+    why = "all products were declared to be in 16 bits"
+    if short:
+        why = f"an operand came from {' and '.join(sorted(short))}"
     terms = types(eqn.outvars)[0].size * _summed_terms(eqn)
     return Finding(
         "wide-product",
         where,
-        f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in {wide[0].dtype.name}, and {why}: {terms:,} "
-        f"multiply-adds at its slower rate, of operands of {_bytes(sum(nbytes(aval) for aval in wide))} instead of half.",
-        "Cast both operands to the 16-bit type, and ask for wide sums with preferred_element_type=jnp.float32 if they matter.",
+        f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
+        f"{wide[0].dtype.name}, and {why}: {terms:,} "
+        "multiply-adds at its slower rate, of operands of "
+        f"{_bytes(sum(nbytes(aval) for aval in wide))} instead of half.",
+        "Cast both operands to the 16-bit type, and ask for wide sums with "
+        "preferred_element_type=jnp.float32 if they matter.",
     )
 
 

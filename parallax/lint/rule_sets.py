@@ -1,4 +1,4 @@
-"""Mistakes that a rule set shows, before anything is placed: what is refused, what stays whole, who does the same work twice."""
+"""Mistakes in a rule set, before anything is placed."""
 
 import math
 from collections.abc import Callable
@@ -27,76 +27,76 @@ def rules(
     large: int = 2**24,
     limit: int | None = None,
 ) -> list[Finding]:
-    """The mistakes in placing `tree` (arrays or `jax.ShapeDtypeStruct`s) on `mesh` by `rule`: all at once.
+    """Returns all mistakes in placing `tree` on `mesh` by `rule`.
 
-    First all that `parallax.rules.specs` refuses, of which it raises the first; then what it lets pass:
+    The leaves are arrays or `jax.ShapeDtypeStruct`s. First come all errors of
+    `parallax.rules.specs`, which raises only the first one. Then come mistakes that it accepts:
 
-    * `large-leaf-whole`: a leaf of `large` bytes or more that every device has a copy of, and that an axis could split.
-    * `idle-axis`: an axis of the mesh that splits neither the batch nor any leaf, so that its devices do the same work.
-    * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an axis that does not split the
-      batch. The number of its heads is static, so on a shard it computes as many heads as the whole, each narrower.
-    * `too-many-bytes`: more than `limit` bytes on a device. Each has as many, since a split dim divides by its axes.
+    * `large-leaf-whole`: a leaf of `large` bytes or more of which every device has a copy, and
+      that an axis could split.
+    * `idle-axis`: an axis of the mesh that splits neither the batch nor any leaf, so its devices do
+      the same work.
+    * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an
+      axis that does not split the batch. The number of its heads is static, so a shard computes as
+      many heads as the whole, each narrower.
+    * `too-many-bytes`: more than `limit` bytes on a device. All devices have as many, since a split
+      dim divides by its axes.
 
     Args:
-        batch: the specs of the batch. A weight that is split like the batch is refused: each device would multiply its rows by
-            its own part of the weight, or else, where the weight is gathered first, do the work that another does too.
-        large: in bytes of the whole leaf.
-        limit: in bytes a device; None for no limit.
+        tree: the parameters.
+        rule: the rule, from a leaf's path and the leaf to its spec.
+        mesh: the mesh.
+        batch: the specs of the batch. A weight that is split like the batch is refused: each device
+            would multiply its rows by its own part of the weight. If the weight is gathered first,
+            two devices do the same work.
+        large: the bytes of a large leaf, as a whole.
+        limit: the bytes of a device; None for no limit.
     """
-    batch_axes = tuple(
-        dict.fromkeys(
-            axis for spec in jax.tree.leaves(batch, is_leaf=is_spec) for axis in _axes(spec)
-        )
-    )
+    batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
+    batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))
     specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     leaves = {path: leaf for path, leaf in paths(tree) if path in specs}
     findings = [
-        Finding(each.kind, each.where, f"{each.what}.", _sentence(each.advice)) for each in refusals
+        Finding(refusal.kind, refusal.where, f"{refusal.what}.", _sentence(refusal.advice))
+        for refusal in refusals
     ]
     for path, leaf in leaves.items():
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
     findings += _fixed_heads(tree, specs, batch_axes)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
-    idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
-    findings += [
-        _idle(axis, mesh) for axis in idle if not refusals
-    ]  # what is refused may be what used it
+    if not refusals:  # a refused spec may use an axis
+        idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
+        findings += [_idle(axis, mesh) for axis in idle]
     return findings + _too_many(leaves, specs, mesh, limit)
 
 
 def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
-    """The bytes of `tree` on each device of `mesh`, placed as `specs` (what `parallax.rules.specs` gives) says."""
-    given = dict(paths(specs))
-    return sum(_share(leaf, given[path], mesh) for path, leaf in paths(tree) if path in given)
+    """Returns the bytes of `tree` on each device of `mesh`, with the specs of `rules.specs`."""
+    spec_of = dict(paths(specs))
+    return sum(_share(leaf, spec_of[path], mesh) for path, leaf in paths(tree) if path in spec_of)
 
 
 def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
+    def rank(pair):
+        axis, dim = pair
+        return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
+
     split = [(axis, dim) for axis in mesh.shape for dim in _dims(leaf, mesh.shape[axis])]
-    split.sort(
-        key=lambda pair: (
-            pair[0] in batch_axes,
-            -mesh.shape[pair[0]],
-            -leaf.shape[pair[1]],
-            pair[1],
-        )
-    )
     if not split:
         return []
-    axis, dim = split[0]
-    spec = P(*[None] * dim, axis)
-    code = (
-        f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
-        if axis in batch_axes
-        else f"{match(path, spec)}"
-    )
+    axis, dim = min(split, key=rank)
+    code = f"{match(path, P(*[None] * dim, axis))}"
+    if axis in batch_axes:
+        code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
     return [
         Finding(
             "large-leaf-whole",
             path,
-            f"every device holds all {nbytes(leaf):,} bytes of this leaf of shape {leaf.shape}; split over {axis!r}, it "
+            f"every device holds all {nbytes(leaf):,} bytes of this leaf of shape {leaf.shape}; "
+            f"split over {axis!r}, it "
             f"would hold {nbytes(leaf) // mesh.shape[axis]:,}.",
             f"Ask {code} first.",
         )
@@ -138,15 +138,15 @@ def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
     size = mesh.shape[axis]
-    rest = (
-        " x ".join(f"{name}={count}" for name, count in mesh.shape.items() if name != axis)
-        or "another axis"
-    )
+    names = [f"{name}={count}" for name, count in mesh.shape.items() if name != axis]
+    axes = " x ".join(names) or "another axis"
     return Finding(
         "idle-axis",
         f"mesh axis {axis!r}",
-        f"neither the batch nor any leaf is split over {axis!r}, so its {size} devices do the same work, each on all of it.",
-        f"Split the batch or some leaves over {axis!r}, or give its devices to the other axes: {rest}, one of them {size} times "
+        f"neither the batch nor any leaf is split over {axis!r}, so its {size} devices do the "
+        "same work, each on all of it.",
+        f"Split the batch or some leaves over {axis!r}, or give its devices to the other axes: "
+        f"{axes}, one of them {size} times "
         f"as large.",
     )
 
@@ -155,14 +155,15 @@ def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
     share = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
-    held, devices = sum(share.values()), math.prod(mesh.shape.values())
-    if limit is None or held <= limit:
+    on_device, devices = sum(share.values()), math.prod(mesh.shape.values())
+    if limit is None or on_device <= limit:
         return []
     total = sum(nbytes(leaf) for leaf in leaves.values())
     largest = sorted(share, key=lambda path: -share[path])[:3]
     names = ", ".join(f"{path} ({share[path]:,})" for path in largest)
     harm = (
-        f"each of {devices} devices holds {held:,} bytes, more than the limit of {limit:,}; evenly split, the {total:,} "
+        f"each of {devices} devices holds {on_device:,} bytes, more than the limit of {limit:,}; "
+        f"evenly split, the {total:,} "
         f"bytes would be {total // devices:,} on each."
     )
     return [

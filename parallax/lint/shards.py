@@ -1,372 +1,270 @@
-"""Mistakes with arguments that are split: read from the specs of a `shard_map` and the operations between them.
+"""Mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
 
-A dim of which a device has one row is left alone where shards are joined: it may count models, as in an ensemble. So is an
-argument whose elements are rounded to integers or to 8 bits: a quantiser's scale may well be that of a shard.
+A dim of which a device has one row may count models, as in an ensemble, so it is no mistake to join
+its shards. Nor is it with an argument whose elements are rounded to integers or to 8 bits: a
+quantiser may have a scale for each shard.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from parallax import jaxprs, mesh
-from parallax.lint import flat, mistakes, spread, updates, values
+from parallax import jaxprs
+from parallax.lint import flat, mistakes, updates, values
 from parallax.lint.finding import Finding
 from parallax.lint.flat import LOOPS, Flat, Node
-from parallax.lint.places import Dims, Known, axes_of_blocks, either, forward, joined_axes
-from parallax.lint.spread import Dim, Spread
-from parallax.lint.values import LINEAR, in_tuple
+from parallax.lint.places import axes_of_blocks, forward, joined_axes
+from parallax.lint.values import NO_AXES, Dim, Dims, Shard, Value, in_tuple, sent_inside
+from parallax.trees import entry_axes
+
+Note = Callable[..., None]  # (mistake, node, *facts)
 
 
-def findings(
-    jaxpr: Jaxpr,
-    in_specs: Sequence[PartitionSpec],
-    out_specs: Sequence[PartitionSpec],
-    sizes: Mapping[str, int],
-    ours: Callable[[JaxprEqn], Jaxpr],
-) -> list[Finding]:
-    """The mistakes in the body of a `shard_map`; `sizes` are those of the mesh axes, and `ours` opens our collectives."""
-    sources, results = _dims(in_specs, jaxpr.invars, sizes), _dims(out_specs, jaxpr.outvars, sizes)
-    kinds = lambda atoms, dims: [
-        (aval.shape, split) for aval, split in zip(jaxprs.types(atoms), dims, strict=True)
-    ]
-    returned = kinds(jaxpr.outvars, results)
-    # An argument that comes back, or whose gradient does, is trained; others that are split are rows of a batch.
-    trained = frozenset(
-        i for i, kind in enumerate(kinds(jaxpr.invars, sources)) if kind in returned
-    )
-    fed = [
-        frozenset(dims[0] if dims and i not in trained else ()) for i, dims in enumerate(sources)
-    ]
-    of_batch = frozenset().union(*fed)
-    spreads = [_spread(dims, of_batch, is_batch=i not in trained) for i, dims in enumerate(sources)]
-    reading = _Reading(sizes, ours, trained, _exchanged(jaxpr, ours))
-    known = [Known(dims, i, fed[i], spread=spreads[i]) for i, dims in enumerate(sources)]
-    reading.read(jaxpr, known, results)
-    return list(reading.found.values())
+@dataclass
+class ShardMap:
+    """A `shard_map` whose body is being read, and the mistakes with split arguments in it.
 
+    Attributes:
+        mesh: its mesh.
+        checked: its `check_vma`.
+        known: the facts of all values of a program that was read, by its id.
+        body: returns the body of a loop.
+        sizes: the sizes of its axes of several devices.
+        trained: the numbers of the arguments that come back, or whose gradients do.
+        exchanged: the axes along which more travels than sums and gathers, as in a pipeline.
+        findings: the mistakes, one for each kind and line.
+    """
 
-def _spread(dims: Dims, of_batch: frozenset[str], *, is_batch: bool) -> Spread:
-    """What is known of an argument's dims: whether each is split, and that the first of a batch counts its rows."""
-    differs = frozenset(axis for axes in dims for axis in axes)
-    split = (frozenset(axes) - of_batch for axes in dims)
-    return Spread(
-        tuple(Dim(axes, rows=is_batch and i == 0) for i, axes in enumerate(split)), differs=differs
-    )
+    mesh: Any
+    checked: bool
+    known: Mapping[int, Sequence[Value]]
+    body: Callable[[Node], Flat]
+    sizes: Mapping[str, int] = field(init=False)
+    trained: frozenset[int] = frozenset()
+    exchanged: frozenset[str] = NO_AXES
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
+    def __post_init__(self):
+        self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
-def _dims(
-    specs: Sequence[PartitionSpec], atoms: Sequence[Any], sizes: Mapping[str, int]
-) -> list[Dims]:
-    """How arrays are split, by axes of more than one device."""
-    large = lambda entry: tuple(axis for axis in mesh.entry_axes(entry) if sizes[axis] > 1)
-    entries = [
-        [*spec, *[None] * aval.ndim][: aval.ndim]
-        for spec, aval in zip(specs, jaxprs.types(atoms), strict=True)
-    ]
-    return [tuple(map(large, each)) for each in entries]
+    def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
+        """Notes a mistake: the first one of its kind on a line."""
+        finding = mistake(*facts, node.where)
+        self.findings.setdefault((finding.kind, finding.where), finding)
 
-
-def _exchanged(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> frozenset[str]:
-    """The axes along which anything travels that is neither summed nor gathered, as in a pipeline."""
-    sent = [
-        values.sent(eqn, ours(eqn) if eqn.primitive.name == LINEAR else None)
-        for eqn in jaxprs.every(jaxpr)
-    ]
-    return frozenset(
-        axis for each in sent if each and each.kind in ("permute", "exchange") for axis in each.axes
-    )
-
-
-class _Reading:
-    """One reading of a `shard_map`'s body and of the loops in it; of each kind of mistake one is noted a line."""
-
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        ours: Callable[[JaxprEqn], Jaxpr],
-        trained: frozenset[int],
-        exchanged: frozenset[str],
-    ):
-        self.sizes, self.ours, self.trained, self.exchanged = sizes, ours, trained, exchanged
-        self.found: dict[tuple[str, str], Finding] = {}
-        self.flats: dict[int, Flat] = {}
-        self.known: dict[int, list[Known]] = {}  # what is known of each value, by program
-        self.loops: tuple[
-            JaxprEqn, ...
-        ] = ()  # the loops round the program that is being read, and the calls round those
-
-    def read(
-        self, jaxpr: Jaxpr, arguments: Sequence[Known], results: Sequence[Dims | None]
-    ) -> None:
-        """Note the mistakes in a jaxpr, given how its arguments and its results are split."""
-        program = self._flat(jaxpr)
-        self._follow(program, arguments, silent=False)
-        self._sums(program)
-        for value, dims in zip(program.results, results, strict=True):
-            if dims and axes_of_blocks(dims, program.shape(value)):
-                same = [
-                    a
-                    for a, known in zip(program.arguments, arguments, strict=True)
-                    if known.dims == dims
-                ]
-                self._update(
-                    program,
-                    value,
-                    dims,
-                    [a for a in same if program.shape(a) == program.shape(value)],
-                )
-
-    def _flat(self, jaxpr: Jaxpr) -> Flat:
-        if id(jaxpr) not in self.flats:
-            self.flats[id(jaxpr)] = Flat(jaxpr, self.ours)
-        return self.flats[id(jaxpr)]
-
-    def _note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
-        lines = (jaxprs.source(eqn) for eqn in node.at)
-        where = next((line for line in lines if line != jaxprs.UNKNOWN), jaxprs.UNKNOWN)
-        finding = mistake(*facts, where)
-        self.found.setdefault((finding.kind, where), finding)
-
-    def _devices(self, axes: Iterable[str]) -> int:
+    def devices(self, axes: Iterable[str]) -> int:
+        """Returns the number of devices along these axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    # From the arguments on
+    # The facts of arguments and results
 
-    def _follow(self, program: Flat, arguments: Sequence[Known], *, silent: bool) -> list[Known]:
-        """What is known of a program's results; not `silent`, mistakes on the way are noted."""
-        known = [Known()] * len(program.types)
-        for value, each in zip(program.arguments, arguments, strict=True):
-            known[value] = each
-        for node in program.nodes:
-            inputs = [known[value] for value in node.inputs]
-            follow = self._loop if node.name in LOOPS else self._operation
-            for value, each in zip(
-                node.outputs, follow(program, node, inputs, silent), strict=True
-            ):
-                known[value] = each
-        self.known[id(program)] = known
-        return [known[value] for value in program.results]
+    def enter(
+        self,
+        jaxpr: Jaxpr,
+        params: Mapping[str, Any],
+        inputs: Sequence[Value],
+        ours: Callable[[JaxprEqn], Jaxpr],
+    ) -> tuple[list[Value], list[Dims]]:
+        """Returns the facts of the body's arguments, and the dims of its results."""
+        sources = self._dims(params["in_specs"], jaxpr.invars)
+        results = self._dims(params["out_specs"], jaxpr.outvars)
+        returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
+        # An argument that comes back, or whose gradient does, is trained; others that are split
+        # are rows of a batch.
+        is_trained = [
+            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, sources)
+        ]
+        self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
+        sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
+        self.exchanged = NO_AXES.union(*(collective.axes for collective in sent))
+        fed = [
+            frozenset(() if trained or not dims else dims[0])
+            for dims, trained in zip(sources, is_trained, strict=True)
+        ]
+        of_batch = NO_AXES.union(*fed)
+        arguments = []
+        for i, (value, dims) in enumerate(zip(inputs, sources, strict=True)):
+            known = [
+                Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
+                for k, axes in enumerate(dims)
+            ]
+            differs, shard = value.differs.union(*dims), Shard(i, dims)
+            arguments.append(
+                value._replace(differs=differs, dims=tuple(known), shard=shard, fed=fed[i])
+            )
+        return arguments, results
 
-    def _operation(
-        self, program: Flat, node: Node, inputs: Sequence[Known], silent: bool
-    ) -> list[Known]:
-        fed = frozenset().union(*(each.fed for each in inputs)) - frozenset(
-            node.sent.axes if node.sent else ()
-        )
-        chosen = frozenset().union(*(each.chosen for each in inputs))
+    def _dims(self, specs: Sequence[PartitionSpec], atoms: Sequence[Any]) -> list[Dims]:
+        """Returns the axes of several devices that split each dim of arrays."""
+        split = []
+        for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
+            entries = [*spec, *[None] * aval.ndim][: aval.ndim]
+            split.append(tuple(self._large(entry_axes(entry)) for entry in entries))
+        return split
+
+    def _large(self, axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in self.sizes)
+
+    def places(
+        self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
+    ) -> list[dict[str, Any]]:
+        """Returns the `shard`, `fed` and `chosen` of an operation's results."""
+        sent = frozenset(node.sent.axes if node.sent else ())
+        fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
+        chosen = NO_AXES.union(*(value.chosen for value in inputs))
         if node.name == "axis_index":
             chosen |= set(in_tuple(node.eqn.params["axis_name"]))
         pairs = list(zip(node.inputs, inputs, strict=True))
-        note = (lambda *_: None) if silent or self._is_within(node, "transpose(") else self._note
-        spreads = spread.after(program, node, [each.spread for each in inputs], self.sizes, note)
+        is_paired = 1 < len(node.outputs) == len(pairs)
         results = []
         for j, result in enumerate(node.outputs):
-            own = [pairs[j]] if 1 < len(node.outputs) == len(pairs) else pairs
-            placed = [
-                (each.argument, self._placed(program, node, value, result, each.dims, silent))
-                for value, each in own
+            shards = [
+                self._shard(program, node, operand, result, value.shard, note)
+                for operand, value in (pairs[j : j + 1] if is_paired else pairs)
             ]
-            argument, dims = next(
-                ((argument, dims) for argument, dims in placed if dims is not None), (-1, None)
-            )
-            results.append(Known(dims, argument, fed, chosen, spreads[j]))
+            shard = next((shard for shard in shards if shard), None)
+            results.append({"shard": shard, "fed": fed, "chosen": chosen})
         return results
 
-    def _placed(
-        self, program: Flat, node: Node, value: int, result: int, dims: Dims | None, silent: bool
-    ) -> Dims | None:
-        """How a result is split, given how one operand is."""
-        if dims is None or not node.sent:
-            return forward(program, node, value, result, dims) if dims is not None else None
-        return (
-            self._gathered(program, node, value, result, dims, silent)
-            if node.sent.kind == "gather"
-            else None
-        )
+    def _shard(
+        self,
+        program: Flat,
+        node: Node,
+        operand: int,
+        result: int,
+        shard: Shard | None,
+        note: Note,
+    ) -> Shard | None:
+        """Returns the shard that a result is, given the one that an operand is."""
+        if shard is None or (node.sent and node.sent.kind != "gather"):
+            return None
+        if node.sent:
+            dims = self._gathered(program, node, operand, result, shard.dims, note)
+        else:
+            dims = forward(program, node, operand, result, shard.dims)
+        return None if dims is None else shard._replace(dims=dims)
 
     def _gathered(
-        self, program: Flat, node: Node, value: int, result: int, dims: Dims, silent: bool
+        self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """How a gathered array is split. Its blocks lie in order where the innermost axes are gathered, in their order."""
-        before, after = program.shape(value), program.shape(result)
-        over = tuple(axis for axis in node.sent.axes if self.sizes[axis] > 1) if node.sent else ()
-        if not over or len(before) != len(after):
+        """Returns the dims of a gathered array.
+
+        Its blocks lie in order if the innermost axes are gathered, in their order.
+        """
+        before, after = program.shape(operand), program.shape(result)
+        axes = self._large(node.sent.axes if node.sent else ())
+        if not axes or len(before) != len(after):
             return dims if before == after else None
-        grown = [
-            d for d, sizes in enumerate(zip(before, after, strict=True)) if len(set(sizes)) > 1
-        ]
-        if len(grown) != 1 or not set(over) <= set(dims[grown[0]]):
+        grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        if len(grown) != 1 or not set(axes) <= set(dims[grown[0]]):
             return None
         (dim,) = grown
-        left, last = dims[dim][: -len(over)], dims[dim][-len(over) :]
-        in_order = (
-            last == over if node.name in values.GATHERS else set(last) == set(over)
-        )  # of ours the order is not known
-        if not in_order and not silent and jaxprs.is_float(program.types[value]):
-            self._note(
-                mistakes.gathered_out_of_order, node, program.types[value], dim, dims[dim], over
-            )
+        left, last = dims[dim][: -len(axes)], dims[dim][-len(axes) :]
+        # A collective of this library does not say in which order it gathers its axes.
+        in_order = last == axes if node.name in values.GATHERS else set(last) == set(axes)
+        aval = program.types[operand]
+        if not in_order and jaxprs.is_float(aval):
+            note(mistakes.gathered_out_of_order, node, aval, dim, dims[dim], axes)
         return (*dims[:dim], left, *dims[dim + 1 :]) if in_order else None
 
-    def _loop(
-        self, program: Flat, node: Node, inputs: Sequence[Known], silent: bool
-    ) -> list[Known]:
-        """What is known of a loop's results, once its carries have settled."""
-        eqn, is_scan = node.eqn, node.name == "scan"
-        repeated, skipped = self._flat(flat.body(eqn)), 0 if is_scan else eqn.params["cond_nconsts"]
-        pairs = [(i - skipped, j) for i, j in flat.carried(eqn)]
-        inside = list(inputs[skipped:])
-        for i in flat.sliced(eqn):
-            dims = inside[i].dims
-            inside[i] = inside[i]._replace(
-                dims=dims[1:] if dims else None, spread=inside[i].spread.sliced()
-            )
-        while True:
-            results = self._follow(repeated, inside, silent=True)
-            steady = inside.copy()
-            for i, j in pairs:
-                steady[i] = either(inside[i], results[j])
-            if steady == inside:
-                break
-            inside = steady
-        carries = [inside[i] for i, _ in pairs]
-        stacked = [
-            each._replace(dims=None, argument=-1, spread=each.spread.stacked())
-            for each in results[len(pairs) :]
-        ]
-        if not silent:
-            outside, self.loops = self.loops, (node.eqn, *node.at, *self.loops)
-            self.read(
-                flat.body(eqn), inside, [*(each.dims for each in carries), *(None for _ in stacked)]
-            )
-            self.loops = outside
-            self._layers(program, node, inputs, repeated)
-        return [*carries, *stacked]
+    # Mistakes in a program that was read
 
-    def _is_within(self, node: Node, transform: str) -> bool:
-        """Whether JAX made an operation, or a loop or a call round it, by a transform: "jvp(", or backward "transpose("."""
-        return any(
-            transform in str(eqn.source_info.name_stack)
-            for eqn in (node.eqn, *node.at, *self.loops)
-        )
+    def note_updates(
+        self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None]
+    ) -> None:
+        """Notes the operations that join elements of different shards in updates of arguments."""
+        for result, dims in zip(program.results, results, strict=False):
+            shape = program.shape(result)
+            if dims and axes_of_blocks(dims, shape):
+                bases = [
+                    argument
+                    for argument, value in zip(program.arguments, arguments, strict=True)
+                    if value.shard and value.shard.dims == dims and program.shape(argument) == shape
+                ]
+                self._note_update(program, result, dims, bases)
 
-    # Mistakes
-
-    def _update(self, program: Flat, result: int, dims: Dims, bases: Sequence[int]) -> None:
-        """Note what joins the elements of different shards in the update of one of `bases`."""
+    def _note_update(self, program: Flat, result: int, dims: Dims, bases: Sequence[int]) -> None:
         terms = updates.terms(program, result, bases)
         if not terms:
             return
-        own, sums = updates.elements(program, result, dims)
+        dims_of, sums = updates.elements(program, result, dims)
         for node, value, axes in sums:
             if updates.is_made(program, value, dims):
-                self._note(
-                    mistakes.shards_summed, node, program.types[value], axes, self._devices(axes)
-                )
-        for node, value, axes in updates.reductions(
-            program, own, axes_of_blocks(dims, program.shape(result))
-        ):
+                facts = program.types[value], axes, self.devices(axes)
+                self.note(mistakes.shards_summed, node, *facts)
+        split = axes_of_blocks(dims, program.shape(result))
+        for node, value, axes in updates.reductions(program, dims_of, split):
             reached = updates.reached(program, node.outputs, axes)
-            left = frozenset().union(*(reached.get(term, frozenset()) for term in terms))
-            if left:
-                self._note(
-                    mistakes.update_mixes_a_shard,
-                    node,
-                    node.name,
-                    program.types[value],
-                    left,
-                    self._devices(left),
-                )
+            missing = NO_AXES.union(*(reached.get(term, NO_AXES) for term in terms))
+            if missing:
+                facts = node.name, program.types[value], missing, self.devices(missing)
+                self.note(mistakes.update_mixes_a_shard, node, *facts)
 
-    def _sums(self, program: Flat) -> None:
-        """Note gradients of single devices that are scaled by their own norm before they are summed over the devices."""
+    def note_clipped_sums(self, program: Flat) -> None:
+        """Notes gradients that are scaled by their own norm before their sum over devices."""
         known = self.known[id(program)]
         for node in program.nodes:
             if not node.sent or node.sent.kind not in ("sum", "scatter"):
                 continue
             for value in node.inputs:
-                axes = frozenset(
-                    axis
-                    for axis in known[value].spread.differs & set(node.sent.axes)
-                    if self.sizes[axis] > 1
-                )
+                axes = known[value].differs & set(node.sent.axes)
                 arguments = updates.origins(program, value) & set(program.arguments)
-                # Devices that train models of their own, as islands do, clip by their own norms too.
-                if axes and not any(
-                    known[argument].spread.differs & axes for argument in arguments
-                ):
-                    self._scaled(program, value, axes)
+                # Devices that train models of their own, as islands do, clip by their own norms.
+                if axes and not any(known[argument].differs & axes for argument in arguments):
+                    self._note_scaled(program, value, axes)
 
-    def _scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
-        """Note what scales elements of `result`, which are to be summed over `axes`, by a norm of them on one device."""
+    def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
+        """Notes operations that scale elements of `result` by a norm of them on one device."""
         known, origins = self.known[id(program)], updates.origins(program, result)
-        if (
-            self._rows(program, axes) > 1
-        ):  # by one row, a norm is that of an example, as in differentially private training
+        # By one row, a norm is that of an example, as in differentially private training.
+        if self._rows(program, axes) > 1:
             for reduced, scaling, value in updates.scalings(program, origins, axes):
-                along = known[reduced.value].spread.differs & axes
-                if along and not self._is_within(reduced.node, "jvp("):
-                    self._note(
-                        mistakes.clipped_before_the_sum,
-                        scaling,
-                        program.types[value],
-                        along,
-                        self._devices(along),
-                    )
+                along = known[reduced.value].differs & axes
+                if along and not reduced.node.is_within("jvp("):
+                    facts = program.types[value], along, self.devices(along)
+                    self.note(mistakes.clipped_before_the_sum, scaling, *facts)
         for value in origins:
             loop = program.made.get(value)
-            if loop and loop.name in LOOPS and not self._is_within(loop, "jvp("):
-                repeated = self._flat(flat.body(loop.eqn))
-                self._scaled(repeated, repeated.results[loop.outputs.index(value)], axes)
+            if loop and loop.name in LOOPS and not loop.is_within("jvp("):
+                body = self.body(loop)
+                self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """The most rows of a batch that is split over one of `axes` among a program's arguments."""
-        arguments = [
-            (program.shape(value), self.known[id(program)][value].spread)
-            for value in program.arguments
-        ]
-        batch = [(shape, spread.dims or ()) for shape, spread in arguments if spread.differs & axes]
-        return max(
-            (
-                size
-                for shape, dims in batch
-                for size, dim in zip(shape, dims, strict=False)
-                if dim.rows
-            ),
-            default=0,
-        )
+        """Returns the most rows of a program's arguments that differ along one of `axes`."""
+        known = self.known[id(program)]
+        batch = [argument for argument in program.arguments if known[argument].differs & axes]
+        dims = [zip(program.shape(a), known[a].dims or (), strict=False) for a in batch]
+        return max((size for pairs in dims for size, dim in pairs if dim.rows), default=0)
 
-    def _layers(self, program: Flat, node: Node, inputs: Sequence[Known], repeated: Flat) -> None:
-        """Note a scan over layers that are split as its rows are."""
-        for i in flat.sliced(node.eqn):
-            dims = inputs[i].dims
-            if not dims or inputs[i].argument not in self.trained:
+    def note_layers(self, loop: Node, inputs: Sequence[Value]) -> None:
+        """Notes a scan over layers that are split as its rows are."""
+        body = self.body(loop)
+        for i in flat.sliced(loop.eqn):
+            shard = inputs[i].shard
+            if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
-            uses, sent = _uses(repeated, repeated.arguments[i])
-            fed = [
-                inputs[c].fed - inputs[c].chosen
-                for c, j in flat.carried(node.eqn)
-                if repeated.results[j] in uses
-            ]
-            along = frozenset().union(*fed) & set(dims[0]) - self.exchanged - sent
+            uses, sent = _uses(body, body.arguments[i])
+            carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
+            fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
+            along = fed & set(shard.dims[0]) - self.exchanged - sent
             if along:
-                self._note(
-                    mistakes.layers_not_gathered,
-                    node,
-                    program.types[node.inputs[i]],
-                    along,
-                    self._devices(along),
-                )
+                facts = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
+                self.note(mistakes.layers_not_gathered, loop, *facts)
+
+
+def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
+    return zip(jaxprs.types(atoms), dims, strict=True)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:
-    """All values that depend on an argument, and the axes that any of them is sent along."""
-    found, axes = {argument}, set()
+    """Returns the values that depend on an argument, and the axes that they are sent along."""
+    dependent, axes = {argument}, set()
     for node in program.nodes:
-        if found & set(node.inputs):
-            found |= set(node.outputs)
+        if dependent & set(node.inputs):
+            dependent |= set(node.outputs)
             axes |= joined_axes(program, node)
-    return found, axes
+    return dependent, axes

@@ -1,8 +1,9 @@
-"""The updates of split arguments: what they add up, and which reductions of a shard go into them.
+"""The updates of split arguments: the terms that they add, and the reductions in these.
 
-An output is the *update* of an argument where both have one shape and one spec, and the output is that argument, perhaps
-scaled or cast, plus something of its shape: `w + u`, or `decay * m + (1 - decay) * g`. Its *elements* are the values that
-elementwise operations, transposes and all-reduces join to it: weights, gradients, an optimizer's state.
+An output is the *update* of an argument if both have one shape and one spec, and the output is that
+argument, perhaps scaled or cast, plus a value of its shape: `w + u`, or `decay * m + (1 - decay) *
+g`. Its *elements* are the values that elementwise operations, transposes and all-reduces join to
+it: weights, gradients, an optimizer's state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,26 +18,18 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.places import (
     ELEMENTWISE,
     LAID_OUT,
-    Dims,
     axes_of_blocks,
     backward,
     forward,
     joined_axes,
     operands,
 )
-from parallax.lint.values import in_tuple
+from parallax.lint.values import Dims, in_tuple
 
 SCALED = frozenset(
     {
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "neg",
-        "optimization_barrier",
-        "pbroadcast",
-        "pcast",
-        "pvary",
-        "reduce_precision",
+        *("convert_element_type", "copy", "copy_p", "neg", "optimization_barrier", "pbroadcast"),
+        *("pcast", "pvary", "reduce_precision"),
     }
 )
 ADDS = frozenset({"add", "add_any", "sub"})
@@ -54,7 +47,7 @@ PASSED_ON = (
 
 
 class Joined(NamedTuple):
-    """An operation that joins elements, what it takes, and the axes along which that is split."""
+    """An operation that joins elements, its operand, and the axes that split the operand."""
 
     node: Node
     value: int
@@ -62,7 +55,11 @@ class Joined(NamedTuple):
 
 
 def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
-    """What is added to an argument of `bases` to make `result`, and what decides whether; nothing if it is no such sum."""
+    """Returns the values that are added to an argument of `bases` to make `result`.
+
+    The predicates that decide whether they are added come last. There are none if `result` is no
+    such sum.
+    """
     bases, added, decisions, seen, waiting = set(bases), [], [], set(), [result]
     while waiting:
         ends, predicates = _ends(program, waiting.pop())
@@ -83,71 +80,74 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """The values whose elements are those of `result`, with their dims, and the sums on the way that are over its own axes."""
-    found, sums, waiting = {}, [], [(result, dims)]
+    """Returns the values with the elements of `result`, with their dims.
+
+    The second result has the sums on the way that go over axes that split their operand.
+    """
+    dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
         value, dims = waiting.pop()
-        if value in found:
+        if value in dims_of:
             continue
-        found[value] = dims
-        if node := program.made.get(value):
-            for operand in operands(node, value):
-                before = _before(program, node, operand, value, dims)
-                axes = axes_of_blocks(dims, program.shape(value)) & set(
-                    node.sent.axes if node.sent else ()
-                )
-                if before is not None and axes:
-                    sums.append(Joined(node, operand, axes))
-                elif before is not None:
-                    waiting.append((operand, before))
-    return found, sums
+        dims_of[value] = dims
+        node = program.made.get(value)
+        for operand in operands(node, value) if node else ():
+            before = _before(program, node, operand, value, dims)
+            sent = frozenset(node.sent.axes if node.sent else ())
+            axes = axes_of_blocks(dims, program.shape(value)) & sent
+            if before is not None and axes:
+                sums.append(Joined(node, operand, axes))
+            elif before is not None:
+                waiting.append((operand, before))
+    return dims_of, sums
 
 
 def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> Dims | None:
-    """How an operand is split: of a sum over devices as its result, of a loop as the carry that it ends with."""
+    """Returns the dims of an operand: those of a sum's result, or of a loop's last carry."""
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
-    """Whether a value has elements that a product, a reduction or the like made, as a gradient has."""
-    nodes = [program.made.get(each) for each in elements(program, value, dims)[0]]
+    """Returns whether a product or a reduction made some elements of a value, as of a gradient."""
+    nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
     return any(
         node and node.name not in ELEMENTWISE | LAID_OUT | {"iota"} and not node.sent
         for node in nodes
     )
 
 
-def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) -> Iterator[Joined]:
-    """The reductions over a split dim of the elements `own`, or of what is computed from them one by one.
+def reductions(
+    program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
+) -> Iterator[Joined]:
+    """Yields the reductions over split dims of the elements in `dims_of`, or of functions of them.
 
-    Of all to one number, by anybody; of some dims, in optax alone. None if they are rounded somewhere.
+    Those of all elements to one number count wherever they were made; those of some dims only in
+    optax. There are none if the elements are rounded somewhere: a quantiser may have a scale for
+    each shard.
     """
-    known: dict[int, Dims | None] = {
-        value: dims for value, dims in own.items() if _is_full(program, value)
-    }
+    known: dict[int, Dims | None] = {}
+    known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
     while waiting:
         value = waiting.pop()
-        dims = known[value]
         for node in program.used[value]:
             if _rounds(program, node):
                 return
             if node.name in REDUCES or node.name == "dot_general":
                 reduced.append((node, value))
-            for output in (
-                node.outputs if node.name in ELEMENTWISE | LAID_OUT | {"transpose"} else ()
-            ):
+            is_followed = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
+            for output in node.outputs if is_followed else ():
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
-                    known[output] = (
-                        forward(program, node, value, output, dims) if dims is not None else None
-                    )
+                    dims = known[value]
+                    after = dims if dims is None else forward(program, node, value, output, dims)
+                    known[output] = after
                     waiting.append(output)
     for node, value in reduced:
         dims = known[value]
-        if node.name == "dot_general" and not all(each in known for each in node.inputs):
+        if node.name == "dot_general" and not all(operand in known for operand in node.inputs):
             continue
         if program.types[node.outputs[0]].size == 1:
             yield Joined(node, value, split)
@@ -157,69 +157,72 @@ def reductions(program: Flat, own: Mapping[int, Dims], split: frozenset[str]) ->
 
 
 def origins(program: Flat, result: int) -> set[int]:
-    """The values whose elements, each computed on by itself, are elements of `result`: `elements` in any order and number."""
-    found, waiting = set(), [result]
+    """Returns the values whose elements, each with its own function, are elements of `result`.
+
+    Unlike `elements`, they may have another order and number.
+    """
+    seen, waiting = set(), [result]
     while waiting:
         value = waiting.pop()
-        node = None if value in found else program.made.get(value)
-        found.add(value)
+        node = None if value in seen else program.made.get(value)
+        seen.add(value)
         if node and node.name in ("concatenate", "slice", "split"):
             waiting += node.inputs
         elif node and (node.name in PLACED or (node.sent and node.sent.kind == "sum")):
-            waiting += [
-                each
-                for each in operands(node, value)
-                if program.types[each].size == program.types[value].size
-            ]
-    return {value for value in found if _is_full(program, value)}
+            size = program.types[value].size
+            waiting += [x for x in operands(node, value) if program.types[x].size == size]
+    return {value for value in seen if _is_full(program, value)}
 
 
 def scalings(
-    program: Flat, own: set[int], axes: frozenset[str]
+    program: Flat, values: set[int], axes: frozenset[str]
 ) -> Iterator[tuple[Joined, Node, int]]:
-    """The products and quotients among `own` that scale a value by a number reduced from it, or from others of `own`.
+    """Yields the products and quotients among `values` that scale one by a number reduced of them.
 
-    Each comes with the reduction, which no collective over all of `axes` completes, and the value.
+    The reduction, which no collective over all of `axes` completes, comes first, and the scaled
+    value last.
     """
-    for reduced in reductions(
-        program, {value: ((),) * len(program.shape(value)) for value in own}, axes
-    ):
+    whole = {value: ((),) * len(program.shape(value)) for value in values}
+    for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
         numbers = reached(program, reduced.node.outputs, axes)
-        for node in (program.made.get(value) for value in own):
-            scaled = [operand for operand in node.inputs if operand not in numbers] if node else []
-            if node and node.name in ("mul", "div") and len(scaled) == 1 and scaled[0] in own:
-                yield reduced, node, scaled[0]
+        for node in (program.made.get(value) for value in values):
+            if node and node.name in ("mul", "div"):
+                scaled = [operand for operand in node.inputs if operand not in numbers]
+                if len(scaled) == 1 and scaled[0] in values:
+                    yield reduced, node, scaled[0]
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """The values that a reduced number goes into with no collective between, each with the axes that are still missing."""
-    found: dict[int, frozenset[str]] = {}
+    """Returns the values that depend on a reduced number, with the axes that are still missing.
+
+    Those are the axes of no collective between.
+    """
+    missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
-        axes |= found.get(value, frozenset())
-        if not axes or found.get(value) == axes:
+        axes |= missing.get(value, frozenset())
+        if not axes or missing.get(value) == axes:
             continue
-        found[value] = axes
+        missing[value] = axes
         for node in program.used[value]:
             left = axes - joined_axes(program, node)
             if node.name in LOOPS:
-                waiting += [
-                    (node.outputs[j], left)
-                    for i, j in flat.carried(node.eqn)
-                    if node.inputs[i] == value
-                ]
+                carries = flat.carried(node.eqn)
+                waiting += [(node.outputs[j], left) for i, j in carries if node.inputs[i] == value]
             elif node.sent or node.name in PASSED_ON:
-                waiting += [
-                    (output, left) for output in node.outputs if value in operands(node, output)
-                ]
-    return found
+                outputs = (output for output in node.outputs if value in operands(node, output))
+                waiting += [(output, left) for output in outputs]
+    return missing
 
 
 def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """The values that a value is, but for casts and a factor; of a choice all of them, and the predicates that choose."""
+    """Returns the values that a value is, but for casts and a factor.
+
+    If it is a choice, they are all of those, and the second result has the predicates.
+    """
     ends, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
         value = waiting.pop()
@@ -227,11 +230,8 @@ def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
             continue
         seen.add(value)
         node = program.made.get(value)
-        full = (
-            [each for each in node.inputs if _is_full(program, _bare(program, each))]
-            if node
-            else []
-        )
+        inputs = node.inputs if node else ()
+        full = [operand for operand in inputs if _is_full(program, _bare(program, operand))]
         if node and node.name in SCALED:
             waiting += operands(node, value)
         elif node and node.name in ("mul", "div") and len(full) == 1:
@@ -245,22 +245,21 @@ def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
 
 
 def _bare(program: Flat, value: int) -> int:
-    """The value that a value is but for casts."""
+    """Returns the value that a value is, but for casts."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value
 
 
 def _is_full(program: Flat, value: int) -> bool:
-    """Whether a value has elements of its own, and is not one number in every place."""
-    size = lambda each: program.types[each].size
-    node = program.made.get(value)
-    repeats = node is not None and node.name in LAID_OUT and size(node.inputs[0]) < size(value)
-    return size(value) > 1 and not repeats
+    """Returns whether a value has several elements, and is not one number in every place."""
+    size, node = program.types[value].size, program.made.get(value)
+    is_laid_out = node is not None and node.name in LAID_OUT
+    return size > 1 and not (is_laid_out and program.types[node.inputs[0]].size < size)
 
 
 def _is_of_optax(node: Node) -> bool:
-    return jaxprs.is_of_optax(next(filter(None, map(jaxprs.maker, node.at)), ""))
+    return jaxprs.is_of_optax(next(filter(None, map(jaxprs.maker, node.scope.at)), ""))
 
 
 def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
@@ -271,7 +270,7 @@ def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
 
 
 def _rounds(program: Flat, node: Node) -> bool:
-    """Whether an operation makes numbers of fewer than 16 bits, or whole ones, of others."""
+    """Returns whether an operation rounds to numbers of fewer than 16 bits, or to whole ones."""
     if node.name != "convert_element_type":
         return node.name == "round"
     dtype = program.types[node.outputs[0]].dtype

@@ -1,11 +1,12 @@
-"""What the lint knows of a value in a program: along which axes it may differ, and since when it is what it is.
+"""The facts that the lint follows from value to value of a program.
 
-The replication types of JAX say what is *known* to be the same; these say what *is*, as far as the program tells. A value that
-was summed and cast to varying again still has the same bits everywhere, and so has one that `check_vma=False` never typed.
+JAX's replication types say along which axes a value is *known* to be the same. These facts say
+along which it *is* the same, as far as the program shows. A value that was summed and cast to
+varying again has the same bits everywhere, and so has one that `check_vma=False` never typed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,62 +15,143 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax import jaxprs
 
-# The result holds the numbers of the first operand, by no index that is computed.
+NO_AXES: frozenset[str] = frozenset()
+Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
+
+# The result holds the numbers of the first operand, at places that are not computed.
 VIEWS = frozenset(
     {
-        "broadcast_in_dim",
-        "copy",
-        "expand_dims",
-        "neg",
-        "pvary",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
+        *("broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice"),
+        *("squeeze", "transpose"),
     }
 )
-MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
-GROUPED = {
-    "psum": "sum",
-    "psum_invariant": "sum",
-    "pmax": "maximum",
-    "pmin": "maximum",
+_MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
+GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
+_KINDS = {
+    **dict.fromkeys(("psum", "psum_invariant"), "sum"),
+    **dict.fromkeys(("pmax", "pmin"), "maximum"),
+    **dict.fromkeys(GATHERS, "gather"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "exchange"),
+    **dict.fromkeys(("ppermute", "pbroadcast"), "permute"),
     "reduce_scatter": "scatter",
 }
-GATHERS = {"all_gather": "gather", "all_gather_invariant": "gather", "all_gather_reduced": "gather"}
-EXCHANGES = {
-    "all_to_all": "exchange",
-    "ragged_all_to_all": "exchange",
-    "ppermute": "permute",
-    "pbroadcast": "permute",
-}
-KINDS = GROUPED | GATHERS | EXCHANGES
-LINEAR = "linear_collective"  # a collective of ours: see collectives/types.py
+LINEAR = "linear_collective"  # a collective of this library: see collectives/types.py
+
+
+class Dim(NamedTuple):
+    """The facts of a dim.
+
+    Attributes:
+        split: the axes along which each device has other elements of it.
+        within: those of a split dim of which this is the inner part, after a reshape.
+        rows: whether it counts the batch's rows.
+        drawn: whether random numbers were drawn for each of its elements.
+        counted: whether its elements were made of their numbers on the device: 0, 1, 2, ...
+        parts: the slices of split dims that its elements are made of.
+    """
+
+    split: frozenset[str] = NO_AXES
+    within: frozenset[str] = NO_AXES
+    rows: bool = False
+    drawn: bool = False
+    counted: bool = False
+    parts: frozenset["Part"] = frozenset()
+
+
+class Part(NamedTuple):
+    """A slice of a split dim.
+
+    Attributes:
+        source: the dim, by program, value and number.
+        aval: the type of that value.
+        start: the first element of the slice.
+    """
+
+    source: tuple[int, int, int]
+    aval: Any
+    start: int
+
+
+class Term(NamedTuple):
+    """A device's term of a reduction over a split dim.
+
+    Attributes:
+        node: the reduction.
+        aval: the type of its operand.
+        is_linear: whether the value is still a linear function of it, so that a later sum
+            completes it.
+        is_peak: whether it is a maximum or minimum.
+        added: the operation that added a value that is the same on all devices.
+    """
+
+    node: Any
+    aval: Any
+    is_linear: bool = True
+    is_peak: bool = False
+    added: Any = None
+
+
+class Shard(NamedTuple):
+    """The elements of one argument: its number, and the axes that split each dim."""
+
+    argument: int
+    dims: Dims
 
 
 class Value(NamedTuple):
-    """What is known of one array.
+    """The facts of one value.
 
     Attributes:
         differs: the mesh axes along which devices may hold other numbers.
         trip: the depth of the innermost loop whose trips change it; 0 outside all.
-        constant: made of nothing but numbers written into the program.
+        constant: whether it is made only of numbers written into the program, and of counts.
         narrow: the 16-bit type whose numbers it holds, in a wider type.
         summed: for axes along which it is the same because it was summed, the axis and the line.
         parts: the sums and carries of the innermost loop that it is a linear function of.
+        dims: its dims; None for numbers written into the program.
+        terms: the axes along which it is a term of a sum, each with the term.
+        shared: the axes by whose size it was divided.
+        shard: the argument whose elements it has, if it has those of one.
+        fed: the axes along which it depends on a split batch, without a collective between.
+        chosen: the axes whose index it depends on.
     """
 
-    differs: frozenset[str] = frozenset()
+    differs: frozenset[str] = NO_AXES
     trip: int = 0
     constant: bool = False
     narrow: str = ""
     summed: tuple[tuple[str, str], ...] = ()
     parts: frozenset = frozenset()
+    dims: tuple[Dim, ...] | None = None
+    terms: tuple[tuple[str, Term], ...] = ()
+    shared: frozenset[str] = NO_AXES
+    shard: Shard | None = None
+    fed: frozenset[str] = NO_AXES
+    chosen: frozenset[str] = NO_AXES
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether one of its dims counts rows of the batch."""
+        return any(dim.rows for dim in self.dims or ())
+
+    def with_dims_of(self, value: "Value") -> "Value":
+        """Returns the facts of these numbers, and of the dims and elements of `value`."""
+        numbers = self[: self._fields.index("dims")]
+        return Value(*numbers, *value[len(numbers) :])
+
+    def sliced(self) -> "Value":
+        """Returns the facts of a slice along the first dim."""
+        shard = self.shard and self.shard._replace(dims=self.shard.dims[1:])
+        return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
+
+    def stacked(self) -> "Value":
+        """Returns the facts of such values, stacked along a first dim."""
+        dims = None if self.dims is None else (Dim(), *self.dims)
+        return self._replace(dims=dims, shard=None)
 
 
 class Sent(NamedTuple):
-    """A collective: its kind, the axes it runs over, and whether it is made of permutes."""
+    """A collective: its kind, its axes, and whether it is made of permutes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -77,9 +159,9 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """What is known of a function of all these."""
+    """Returns the facts of the numbers of a function of all these, and none of its dims."""
     together = Value(
-        differs=frozenset().union(*(value.differs for value in values)),
+        differs=NO_AXES.union(*(value.differs for value in values)),
         trip=max((value.trip for value in values), default=0),
         constant=all(value.constant for value in values),
         summed=tuple(dict(pair for value in values for pair in value.summed).items()),
@@ -87,77 +169,111 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
     return together._replace(**fields)
 
 
-def either(one: Value, other: Value) -> Value:
-    """What is known of a value that is the one or the other."""
-    return joined([one, other], narrow=one.narrow if one.narrow == other.narrow else "")
+def either(first: Value, second: Value) -> Value:
+    """Returns the facts of a value that is one of two."""
+    together = joined(
+        [first, second],
+        narrow=first.narrow if first.narrow == second.narrow else "",
+        shard=first.shard if first.shard == second.shard else None,
+        fed=first.fed & second.fed,
+        chosen=first.chosen | second.chosen,
+    )
+    if first.dims is None or second.dims is None:
+        spread = first if second.dims is None else second
+        return together._replace(dims=spread.dims, terms=spread.terms, shared=spread.shared)
+    return together._replace(
+        dims=tuple(map(_either_dim, first.dims, second.dims)),
+        terms=tuple(pair for pair in first.terms if pair in second.terms),
+        shared=first.shared & second.shared,
+    )
+
+
+def _either_dim(first: Dim, second: Dim) -> Dim:
+    return Dim(
+        first.split & second.split,
+        first.within & second.within,
+        first.rows or second.rows,
+        first.drawn and second.drawn,
+        first.counted and second.counted,
+        first.parts & second.parts,
+    )
 
 
 def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
-    """The 16-bit type whose numbers the result of an equation holds, in a wider type; or ""."""
+    """Returns the 16-bit type whose numbers an equation's result holds in a wider type, or ""."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         source, result = (jaxprs.types(atoms)[0].dtype for atoms in (eqn.invars, eqn.outvars))
-        return "" if not is_wide(result) else source.name if is_narrow(source) else values[0].narrow
-    if name in MOVES:
+        if not is_wide(result):
+            return ""
+        return source.name if is_narrow(source) else values[0].narrow
+    if name in _MOVES:
         return values[0].narrow
-    if name in ("concatenate", "select_n"):
-        found = {value.narrow for value in values[name == "select_n" :] if not value.constant}
-        return found.pop() if len(found) == 1 else ""
+    if name in ("concatenate", "select_n", "cond"):
+        chosen = values if name == "concatenate" else values[1:]
+        types = {value.narrow for value in chosen if not value.constant}
+        return types.pop() if len(types) == 1 else ""
     return ""
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """The collective that an equation is, or None. `ours` is what a collective of this library binds."""
-    name = eqn.primitive.name
-    if name in KINDS and eqn.params.get("axis_index_groups") is None:
-        names = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-        names = names if isinstance(names, tuple) else (names,)
-        return Sent(
-            KINDS[name],
-            tuple(axis for axis in names if isinstance(axis, str)),
-            KINDS[name] == "permute",
-        )
+    """Returns the collective of an equation, or None.
+
+    `ours` is the program of a collective of this library.
+    """
+    kind = _KINDS.get(eqn.primitive.name)
+    if kind and eqn.params.get("axis_index_groups") is None:
+        names = in_tuple(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
+        axes = tuple(axis for axis in names if isinstance(axis, str))
+        return Sent(kind, axes, kind == "permute")
     if ours is None:
         return None
     inside = list(jaxprs.every(ours))
-    found = {
-        axis
-        for each in inside
-        if each.primitive.name == "ppermute"
-        for axis in each.params["axis_name"]
-    }
-    if not found or any(each.primitive.name == LINEAR for each in inside):
-        return None  # nothing is sent, or what sends is inside
+    permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
+    if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
+        return None  # nothing is sent, or the equation that sends is inside
+    axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
-    kind = "scatter" if after < before else "gather" if after > before else "exchange"
-    is_sum = any(each.primitive.name == "replicated" for each in inside)
-    return Sent("sum" if is_sum else kind, tuple(sorted(found)), True)
+    if any(eqn.primitive.name == "replicated" for eqn in inside):
+        kind = "sum"
+    else:
+        kind = "scatter" if after < before else "gather" if after > before else "exchange"
+    return Sent(kind, tuple(sorted(axes)), True)
 
 
-def after(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """What is known of a collective's result; `axes` are those of more than one device."""
-    if sent.kind in ("sum", "maximum", "gather"):
-        summed = {axis: at for axis, at in value.summed if axis not in axes}
-        summed |= dict.fromkeys(sorted(axes), where) if sent.kind == "sum" else {}
-        return Value(value.differs - axes, value.trip, value.constant, summed=tuple(summed.items()))
-    return Value(value.differs | axes, value.trip, value.constant)
+def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sent]:
+    """Yields the collectives of a jaxpr and of those inside; `ours` opens those of this library."""
+    for eqn in jaxprs.every(jaxpr):
+        collective = sent(eqn, ours(eqn) if eqn.primitive.name == LINEAR else None)
+        if collective:
+            yield collective
+
+
+def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
+    """Returns the facts of a collective's numbers; `axes` are those of several devices."""
+    if sent.kind not in ("sum", "maximum", "gather"):
+        return Value(value.differs | axes, value.trip, value.constant)
+    summed = {axis: line for axis, line in value.summed if axis not in axes}
+    if sent.kind == "sum":
+        summed |= dict.fromkeys(sorted(axes), where)
+    return Value(value.differs - axes, value.trip, value.constant, summed=tuple(summed.items()))
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether a type is a real floating-point type of 16 bits or fewer."""
+    """Returns whether a type is a real floating-point type of 16 bits or fewer."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
 def is_wide(dtype: Any) -> bool:
-    """Whether a type is a real floating-point type of 32 bits or more."""
+    """Returns whether a type is a real floating-point type of 32 bits or more."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type."""
+    """Returns the bytes of an array of this type."""
     return math.prod(aval.shape) * jax.dtypes.itemsize_bits(aval.dtype) // 8
 
 
 def in_tuple(one_or_several: Any) -> tuple[Any, ...]:
-    """A tuple as it is, and anything else as a tuple of one."""
+    """Returns a tuple as it is, and anything else as a tuple of one."""
     return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)
