@@ -9,7 +9,7 @@ BITS = "test_collectives.py::test_replicas_have_the_same_bits_of_what_was_just_c
 COLLECTIVES = (
     Mutant(
         "pin_bits",
-        "lax.platform_dependent(x, cpu=cpu.pin_bits, default=lax.optimization_barrier)",
+        "lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)",
         "x",
         BITS,
         bits=True,
@@ -23,7 +23,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "pin_buffer",
-        "lax.platform_dependent(x, cpu=cpu.pin_buffer, default=lax.optimization_barrier)",
+        "lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)",
         "x",
         "test_route.py::test_message_and_local_copy_are_one_instruction",
         bits=True,
@@ -160,14 +160,14 @@ COLLECTIVES = (
     Mutant(
         "_gather",
         "    return values(ring.all_gather(sent, axis_name)),",
-        "    found = values(ring.all_gather(sent, axis_name))\n    return jnp.where(_own(found, "
-        "axis_name), part, found),",
+        "    gathered = values(ring.all_gather(sent, axis_name))\n    return jnp.where("
+        "_is_local(gathered, axis_name), part, gathered),",
         "test_quantized.py::test_bound",
         bits=True,
     ),
     Mutant(
         "_all_reduce",
-        "jnp.where(_own(error, axis_name), lost[None], error)",
+        "jnp.where(_is_local(error, axis_name), gather_error[None], error)",
         "error",
         "test_quantized.py::test_with_error_feedback_nothing_is_lost",
     ),
@@ -213,8 +213,8 @@ COLLECTIVES = (
 LAYERS = (
     Mutant(
         "_compares_counts",
-        "len(found) > 1",
-        "len(found) > 0",
+        "len(joined) > 1",
+        "len(joined) > 0",
         "test_context.py::test_tiles_that_are_filled_up_compare_no_counts",
     ),
     Mutant(
@@ -224,15 +224,15 @@ LAYERS = (
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
     ),
     Mutant(
-        "_Operation._joined",
-        "split - each.differs",
-        "split",
+        "_Operation._check_same_on_each_device",
+        "dim.split - value.differs",
+        "dim.split",
         "test_lint_spread.py::test_the_right_layer_is_silent",
     ),
     Mutant(
         "_Operation._term",
-        "each.differs | each.shared",
-        "each.differs",
+        "value.differs | value.shared",
+        "value.differs",
         "test_lint_spread.py::test_the_right_layer_is_silent",
     ),
     Mutant(
@@ -242,36 +242,45 @@ LAYERS = (
         "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
     ),
     Mutant(
-        "_Reading._is_within",
-        ", *self.loops)",
-        ")",
+        "Reading.flat",
+        "node.scope._replace(predicates=())",
+        "Scope()",
         "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake",
     ),
     Mutant(
-        "_Reading._operation",
+        "Reading._operation",
         '"transpose("',
         '"?"',
         "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake",
     ),
     Mutant(
-        "_Reading._sums", "if axes and not", "if axes or not", "test_lint_clipping.py -k islands"
+        "ShardMap.note_clipped_sums",
+        "if axes and not",
+        "if axes or not",
+        "test_lint_clipping.py -k islands",
     ),
     Mutant(
-        "_Reading._scaled", ") > 1", ") > 0", "test_lint_clipping.py -k 'no_mistake or example'"
+        "ShardMap._note_scaled",
+        ") > 1",
+        ") > 0",
+        "test_lint_clipping.py -k 'no_mistake or example'",
     ),
     Mutant(
-        "_Reading._scaled",
-        '(reduced.node, "jvp(")',
-        '(reduced.node, "?")',
+        "ShardMap._note_scaled",
+        'reduced.node.is_within("jvp(")',
+        'reduced.node.is_within("?")',
         "test_lint_clipping.py::test_no_mistake",
     ),
     Mutant(
-        "_Reading._scaled", "loop.outputs.index(value)", "0", "test_lint_clipping.py -k one_leaf"
+        "ShardMap._note_scaled",
+        "loop.outputs.index(value)",
+        "0",
+        "test_lint_clipping.py -k one_leaf",
     ),
-    Mutant("_Reading._rows", "if dim.rows", "", "test_lint_clipping.py::test_no_mistake"),
+    Mutant("ShardMap._rows", "if dim.rows", "", "test_lint_clipping.py::test_no_mistake"),
     Mutant(
         "scalings",
-        "len(scaled) == 1 and scaled[0] in own",
+        "len(scaled) == 1 and scaled[0] in values",
         "scaled",
         "test_lint_clipping.py -k commutes",
     ),
@@ -1369,12 +1378,12 @@ TOLD = (
         "test_lint_arrays.py::test_most_copies_are_right_wherever_the_first_is",
     ),
     Mutant(
-        "Walk._collective",
+        "Reading._collective",
         "sent.permutes or along & axes",
         "along & axes",
         "test_lint_program.py -k 'mistake or all_reduce'",
     ),
-    Mutant("after", "value.differs - axes", "value.differs", "test_lint_program.py"),
+    Mutant("after_collective", "value.differs - axes", "value.differs", "test_lint_program.py"),
     Mutant(
         "_idle",
         "for name, count in mesh.shape.items() if name != axis",
@@ -1806,12 +1815,12 @@ ORDINARY = (
     Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
     Mutant(
-        "_Reading._layers",
+        "ShardMap.note_layers",
         " - self.exchanged - sent",
         " - self.exchanged",
         "test_lint_shards.py -k layers_that_are_no",
     ),
-    Mutant("_Reading._gathered", "set(last) == set(over)", "False", "test_lint_shards.py"),
+    Mutant("ShardMap._gathered", "set(last) == set(axes)", "False", "test_lint_shards.py"),
 )
 
 COMPILED = (
@@ -1938,8 +1947,8 @@ EXPERTS = (
     ),
     Mutant(
         "_loops",
-        "back * take(weights, one.pair)[:, None].astype(back.dtype)",
-        "back",
+        "cotangent * scale",
+        "cotangent",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),
     Mutant(
@@ -1955,14 +1964,14 @@ EXPERTS = (
         "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
     ),
     Mutant(
-        "ragged.__call__",
+        "_Exchange.of",
         "jnp.clip(room - before(wish, 0), 0, wish)",
         "jnp.minimum(wish, room)",
         "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
     ),
     Mutant(
         "Gathered.__call__",
-        " - axis.index() * held",
+        " - axis.index() * local_experts",
         "",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),
@@ -2159,7 +2168,7 @@ CONTEXT = (
     ),
     Mutant(
         "chunk_table",
-        "sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))",
+        "numbers != list(range(len(numbers)))",
         "False",
         "test_context.py::test_errors",
     ),
@@ -2184,19 +2193,19 @@ CONTEXT = (
     ),
     Mutant(
         "_forward",
-        "jnp.where(there == 1, lse, -jnp.inf)",
+        "jnp.where(is_needed == 1, lse, -jnp.inf)",
         "lse",
         "test_context.py::test_equals_one_device[contiguous-4]",
     ),
     Mutant(
         "_forward",
-        "peak + jnp.log(there)",
+        "peak + jnp.log(divisor)",
         "peak",
         "test_context.py::test_equals_one_device[zigzag-4]",
     ),
     Mutant(
         "_backward",
-        "jnp.where(there == 1, lse, jnp.inf)",
+        "jnp.where(is_needed == 1, lse, jnp.inf)",
         "lse",
         "test_context.py::test_equals_one_device[contiguous-4]",
     ),
@@ -2208,7 +2217,7 @@ CONTEXT = (
     ),
     Mutant(
         "_backward",
-        "jax.tree.map(jnp.add, home, ring.send(sums))",
+        "jax.tree.map(jnp.add, local_sums, ring.send(sums))",
         "ring.send(sums)",
         "test_context.py::test_equals_one_device[zigzag-4]",
     ),
@@ -2220,14 +2229,14 @@ CONTEXT = (
     ),
     Mutant(
         "_scores",
-        "if theirs.there is not None:",
+        "if theirs.is_token is not None:",
         "if False:",
         "test_context.py::test_equals_one_device[zigzag-4]",
     ),
     Mutant(
         "_tiles",
-        "lax.optimization_barrier((of_queries[0], mine, ours))",
-        "(None, mine, ours)",
+        "lax.optimization_barrier((of_queries[0], q_positions, q_segments))",
+        "(None, q_positions, q_segments)",
         "test_context.py::test_no_array_grows_with_the_square_of_the_tokens",
     ),
     Mutant(
@@ -2238,8 +2247,8 @@ CONTEXT = (
     ),
     Mutant(
         "comms",
-        "made.local_tokens(mine(x, dim=dim), dim)",
-        "mine(made.local_tokens(x, dim), dim=dim)",
+        "inner_comms.local_tokens(context_tokens(x, dim), dim)",
+        "context_tokens(inner_comms.local_tokens(x, dim), dim)",
         "test_context_models.py -k sequence",
     ),
     Mutant(
@@ -2262,11 +2271,11 @@ CONTEXT = (
     ),
     Mutant(
         "check_heads",
-        "if over and G > 1:",
+        "if q_axes and G > 1:",
         "if False:",
         "test_context.py::test_keys_that_nobody_picked_are_refused",
     ),
-    Mutant("check_heads", "needed != G or ", "", "test_context.py::test_errors"),
+    Mutant("_check_heads_of_model", "needed != G or ", "", "test_context.py::test_errors"),
     Mutant(
         "grad_of",
         "along(axes, SHARDED_OVER)",
@@ -2281,8 +2290,8 @@ CONTEXT = (
     ),
     Mutant(
         "_moves_along",
-        "found <= names",
-        "found & names",
+        "sent_along <= names",
+        "sent_along & names",
         "test_context_layouts.py -k gathered_weights",
     ),
     Mutant(
@@ -2331,22 +2340,22 @@ BY_NUMPY = "test_islands.py::test_islands_are_those_of_numpy"
 ISLANDS = (
     Mutant(
         "_Round.sent",
-        "w.astype(kind) - own.astype(kind)",
-        "own.astype(kind) - w.astype(kind)",
+        "outer.astype(kind) - local.astype(kind)",
+        "local.astype(kind) - outer.astype(kind)",
         BY_NUMPY,
     ),
     Mutant("_Round.sent", "x / jnp.maximum(count, 1).astype(x.dtype)", "x", BY_NUMPY),
-    Mutant("_Round.sent", "jnp.sum(there)", "jnp.asarray(size(names))", BY_NUMPY),
+    Mutant("_Round.sent", "jnp.sum(present)", "jnp.asarray(axis_size(names))", BY_NUMPY),
     Mutant(
         "_Round.received",
-        "jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)",
+        "jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)",
         "new",
         BY_NUMPY,
     ),
     Mutant(
         "_Round.received",
-        "jnp.where(sent.some, a.astype(b.dtype), b)",
-        "a.astype(b.dtype)",
+        "jnp.where(sent.some, new.astype(old.dtype), old)",
+        "new.astype(old.dtype)",
         BY_NUMPY,
     ),
     Mutant(
@@ -2356,15 +2365,20 @@ ISLANDS = (
         f"{BY_NUMPY} -k mixing",
     ),
     Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
-    Mutant("local", "due(inner.step - stream.delay)", "due(inner.step)", f"{BY_NUMPY} -k delay"),
+    Mutant(
+        "local", "_is_due(inner.step - stream.delay,", "_is_due(inner.step,", f"{BY_NUMPY} -k delay"
+    ),
     Mutant(
         "_stacked",
-        "eqx.tree_at(lambda state: state.step, stacked, inner.step)",
+        "eqx.tree_at(_step_of, stacked, inner.step)",
         "stacked",
         BY_NUMPY,
     ),
     Mutant(
-        "_Round._total", "jnp.where(here, none(x), before)", "none(x)", "test_islands.py -k int8"
+        "_Round._total",
+        "jnp.where(is_present, jnp.zeros((), before.dtype), before)",
+        "jnp.zeros((), before.dtype)",
+        "test_islands.py -k int8",
     ),
     Mutant("_check_alone", "if any(", "if not any(", "test_islands.py::test_refusals"),
 )
@@ -2455,10 +2469,13 @@ TRACED = (
 
 ALARM = "test_bisect.py::test_no_alarm_in_a_right_layout"
 BISECT = (
-    Mutant("_form", "1 / count if backward or mean else 1.0", "1.0", ALARM),
+    Mutant("_form", "1 / count if backward or is_mean else 1.0", "1.0", ALARM),
     Mutant("_form", "set(mark.varying) - placed - terms if backward else terms", "terms", ALARM),
     Mutant(
-        "_places", "block * form.microbatches + each.microbatch", "block + each.microbatch", ALARM
+        "_places",
+        "block * form.microbatches + report.microbatch",
+        "block + report.microbatch",
+        ALARM,
     ),
     Mutant(
         "_tap",
@@ -2479,8 +2496,8 @@ BISECT = (
         "compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named"
     ),
     Mutant(
-        "_Slice._outside",
-        "found.append((body.jaxpr.outvars[place - consts], body))",
+        "_SliceReader._outside",
+        "outside.append((body.jaxpr.outvars[place - consts], body))",
         "pass",
         "test_bisect.py::test_a_fault_is_named",
     ),
@@ -2499,7 +2516,7 @@ BISECT = (
     ),
     Mutant(
         "record",
-        "values = given | tapped",
+        "values = argument_values | tapped",
         "values = tapped",
         "test_bisect.py::test_other_arguments_are_named_before_all_else",
     ),
@@ -2511,7 +2528,10 @@ BISECT = (
         long=True,
     ),
     Mutant(
-        "_digits", "> largest / 4", "> 2 * largest", "test_bisect.py::test_a_factor_is_no_rounding"
+        "_rounded",
+        "> _largest(errors) / 4",
+        "> 2 * _largest(errors)",
+        "test_bisect.py::test_a_factor_is_no_rounding",
     ),
 )
 

@@ -456,7 +456,7 @@ ERRORS = {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(of queries, of keys) of the whole model": {"heads": (6, 4)},
-    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Take "
+    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Use "
     "sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
@@ -468,7 +468,7 @@ ERRORS = {
     "context.ulysses: the 4 heads must divide by the 3 devices of 'context'.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
-    "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 8": {
+    "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Use sequences of 8": {
         **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2), "attend": through(context.gathered)}
     },
     "An order needs each chunk once, and as many on each of 2 devices; got [[0], [0]].": {

@@ -139,7 +139,7 @@ ERRORS = {
         {"attention_dropout": 0.1},
         16,
     ),
-    "context: 10 tokens must divide by 4, 2 chunks for each of 2 devices. Take sequences of 12": (
+    "context: 10 tokens must divide by 4, 2 chunks for each of 2 devices. Use sequences of 12": (
         {},
         10,
     ),

@@ -566,7 +566,7 @@ def test_refusals():
     )
     refused(
         "experts.top_k: a token needs at least 1 expert and at most all 8 that the router knows; "
-        "got k=9. Take another k",
+        "got k=9. Use another k",
         route=experts.top_k(9),
     )
     refused(
@@ -582,13 +582,13 @@ def test_refusals():
     )
     refused(
         "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the "
-        "axis, 'data', or take exchanged",
+        "axis, 'data', or use exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "one. Take gathered, or name",
+        "one. Use gathered, or name",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),

@@ -370,17 +370,17 @@ def test_refusals():
         (
             0,
             islands.ALL_AT_ONCE,
-            "every of 1 step or more between rounds; got 0. Take every=50, or 1",
+            "every of 1 step or more between rounds; got 0. Use every=50, or 1",
         ),
         (
             2,
             islands.Stream(APART, delay=2),
-            "a delay from 0 to every - 1 = 1 steps; got 2. Take one of these, or a larger every",
+            "a delay from 0 to every - 1 = 1 steps; got 2. Use one of these, or a larger every",
         ),
         (
             2,
             islands.Stream(APART, mixing=1.5),
-            "a mixing from 0 to 1; got 1.5. Take 0, and islands",
+            "a mixing from 0 to 1; got 1.5. Use 0, and islands",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -28,6 +28,7 @@ def straight(n: int) -> Route:
 
     Each hop is another permutation, so it is no chain, and its program grows with n.
     """
+    # All hops are rounds of their own: in one round they would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 
@@ -59,6 +60,7 @@ def all_to_all(
     """
 
     def leaf(x):
+        x = check_block("all_to_all", jnp.asarray(x), axis_name)
         split = drop_in.dim_of("split_axis", split_axis, x.ndim)
         concat = drop_in.dim_of("concat_axis", concat_axis, x.ndim)
         n = axis_size(axis_name)
@@ -68,19 +70,21 @@ def all_to_all(
             blocks = _exchange(drop_in.split_blocks(x, split, axis_name, tiled), axis_name)
             return drop_in.merge_blocks(blocks, concat, tiled)
 
-        return linear_collective(
-            x,
-            axis_name,
-            forward=lambda x: exchanged(x, split, concat),
-            backward=lambda ct: exchanged(ct, concat, split),
-        )
+        def forward(x):
+            return exchanged(x, split, concat)
 
-    return jax.tree.map(lambda x: leaf(check_block("all_to_all", jnp.asarray(x), axis_name)), x)
+        def backward(ct):
+            return exchanged(ct, concat, split)
+
+        return linear_collective(x, axis_name, forward=forward, backward=backward)
+
+    return jax.tree.map(leaf, x)
 
 
 def _exchange(blocks, axis_name):
     """Returns the blocks received, in the order of their senders: `[n, *block] -> [n, *block]`."""
     route, me = straight(axis_size(axis_name)), axis_index(axis_name)
+    # The device's own block stays in its place; the others are overwritten.
     received = blocks
     for sends in route.rounds:
         for step, (offset,) in sends.items():

@@ -68,6 +68,7 @@ class Algorithm:
         It costs one `all_reduce`.
         """
         n = types.axis_size(axis_name)
+        # Divided after the sum, as `lax.pmean` does: the sum of whole numbers stays exact.
         return jax.tree.map(lambda x: x / n, self.all_reduce(x, axis_name))
 
     def __repr__(self) -> str:
@@ -86,6 +87,7 @@ def refused(algorithm: str, collective: str, instead: str) -> Callable[..., NoRe
     return refuse
 
 
+# The default: XLA's own collectives are the fastest on every backend that was measured.
 xla = Algorithm("xla", lax.psum, lax.psum_scatter, lax.all_gather)
 
 
@@ -162,6 +164,8 @@ class Axis:
 
     def all_gather(self, x: Tree, *, axis: int = 0, tiled: bool = False) -> Tree:
         """Returns every device's block on every device: `A[I_X] -> A[I]`, typed as varying."""
+        # Typed as varying, so that its transpose is a reduce-scatter: an invariant result would
+        # have a cotangent that nothing sums.
         return self.algorithm.all_gather(x, self.names, axis=axis, tiled=tiled)
 
     def all_to_all(
@@ -176,6 +180,7 @@ class Axis:
 
     def all_max(self, x: Tree) -> Tree:
         """Returns the maximum over devices, on every device: `lax.pmax`."""
+        # Without an axis there is one device, whose `x` is the maximum.
         return lax.pmax(x, self.names) if axes(self.names) else x
 
     def __repr__(self) -> str:
@@ -191,6 +196,7 @@ def combined_axis(*parts: AxisLike) -> Axis:
     Axes without a name, `()`, are left out. The order is that of `Axis.of`.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
+    # One collective over a product of axes needs fewer messages than one for each axis.
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
     names = tuple(name for axis in named for name in axes(axis.names))
@@ -220,6 +226,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         def leaf(x):
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
+            # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.
             for group in reversed(_groups(parts, axis_name)):
                 x = group.all_gather(x, axis=dim, tiled=tiled)
             return x if tiled else x.reshape(*shape[:dim], -1, *shape[dim:])

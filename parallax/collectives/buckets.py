@@ -96,6 +96,7 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
 
 
 def _packed(leaves, axis_name):
+    # A ring would pad a vector that does not divide by its devices, which is another copy.
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     padding = varying(jnp.zeros(missing, leaves[0].dtype), varying_axes(leaves[0]))
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), padding])

@@ -1,4 +1,4 @@
-"""A ring as on a blackboard: the lesson and the oracle. `route` does the same by a table.
+"""A ring in a few lines: the lesson, and the oracle of the tests. `route` does it by a table.
 
 n devices form a circle; each has an array `x` of n blocks and sends to its right neighbour only.
 """
@@ -9,11 +9,12 @@ from jaxtyping import Array, Shaped
 
 
 def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "*block"]:
-    """The sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`.
+    """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
 
-    The partial sum for block i starts at device i + 1 and gains one term a hop, until it is home.
+    The partial sum for block i starts at device i + 1 and gains one term per hop on its way to i.
     """
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    # After its n - 1 hops, the partial sum that starts here is at device me - 1, which owns it.
     partial = x[(me - 1) % n]
     for hop in range(1, n):
         partial = _to_the_right(partial, axis_name) + x[(me - 1 - hop) % n]
@@ -21,16 +22,17 @@ def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array
 
 
 def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """Every device's block on every device: `A[I_X] -> A[I]`. Each block goes once round."""
+    """Returns every device's block on every device: `A[I_X] -> A[I]`."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    blocks = [block]  # blocks[hop] was sent by the device so many places to the left
+    blocks = [block]  # blocks[hop] is the block of the device that many places to the left
     for _ in range(1, n):
         blocks.append(_to_the_right(blocks[-1], axis_name))
+    # Row j of the result is the block of device j, which arrived after me - j hops.
     return jnp.stack(blocks)[(me - jnp.arange(n, dtype=me.dtype)) % n]
 
 
 def all_reduce(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """The sum on every device: `A {U_X} -> A`. Each link carries 2 (n - 1)/n of `x`."""
+    """Returns the sum on every device: `A {U_X} -> A`. Each link carries 2 (n - 1)/n of `x`."""
     return all_gather(reduce_scatter(x, axis_name), axis_name)
 
 

@@ -70,7 +70,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     return [jnp.where(holds, leaf, alternative(leaf)) for leaf in x]
 
 
-def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Returns `x`, computed once: the result of a loop is stored in memory for all of its users.
 
     It costs two or three passes over `x`.
@@ -78,7 +78,7 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
-def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x` after a no-op loop, which keeps XLA from fusing its last write with a later use.
 
     The loop writes one number of `x` again.

@@ -46,12 +46,14 @@ def reduce_scatter_leaf(
     dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
     n = axis_size(axis_name)
     check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
-    return linear_collective(
-        x,
-        axis_name,
-        forward=lambda x: _drop_dim(slices.scatter(x, dim, axis_name), dim, tiled),
-        backward=lambda ct: slices.gather(_add_dim(ct, dim, tiled), dim, axis_name),
-    )
+
+    def forward(x):
+        return _drop_dim(slices.scatter(x, dim, axis_name), dim, tiled)
+
+    def backward(ct):
+        return slices.gather(_add_dim(ct, dim, tiled), dim, axis_name)
+
+    return linear_collective(x, axis_name, forward=forward, backward=backward)
 
 
 def all_gather_leaf(
@@ -72,20 +74,19 @@ def all_gather_leaf(
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
     length = x.shape[dim] if tiled else 1
 
-    def transposed(ct):
+    def forward(x):
+        return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
+
+    def backward(ct):
         # The cotangent of an invariant result is the same on all devices: nothing is summed.
         if to == "invarying":
             start = axis_index(axis_name) * length
-            return lax.dynamic_slice_in_dim(ct, start, length, dim)
-        return slices.scatter(ct, dim, axis_name)
+            ct = lax.dynamic_slice_in_dim(ct, start, length, dim)
+        else:
+            ct = slices.scatter(ct, dim, axis_name)
+        return _drop_dim(ct, dim, tiled)
 
-    return linear_collective(
-        x,
-        axis_name,
-        forward=lambda x: slices.gather(_add_dim(x, dim, tiled), dim, axis_name),
-        backward=lambda ct: _drop_dim(transposed(ct), dim, tiled),
-        to=to,
-    )
+    return linear_collective(x, axis_name, forward=forward, backward=backward, to=to)
 
 
 def _add_dim(x, dim: int, tiled: bool):
@@ -117,6 +118,7 @@ def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[
 def summable(x: ArrayLike) -> Shaped[Array, "..."]:
     """Returns `x` as an array that can be added: booleans are counted, as in `lax.psum`."""
     array = jnp.asarray(x)
+    # The sum of two keys is no key, and means nothing.
     if is_key(array):
         raise ValueError(
             f"Random keys cannot be added, and this array holds some, "

@@ -64,6 +64,7 @@ def scatter(
         for number in chain:
             for p, offset, block in _arrivals(routes, number, take, axis_name, dim):
                 sums[p][offset] = block + take(p, offset)
+    # The own block is not sent: its sum holds the terms that arrived, or this device's term alone.
     return [take(p, route.home) for p, route in enumerate(routes)]
 
 
@@ -96,8 +97,10 @@ def gather(
     def copy(p, offset):
         return copies[p][offset]
 
+    # The own block needs no message, so it is written first.
     for p, route in enumerate(routes):
         result = write(result, p, route.device_at(me, route.home), blocks[p])
+    # A gather is the table backwards: the last round of the scatter runs first.
     for chain in reversed(list(_chains(routes))):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
             result = _gather_in_a_loop(routes, chain, copies, write, result, axis_name, dim)
@@ -135,6 +138,7 @@ def _arrivals(
     for p, route in enumerate(routes):
         for step, offsets in route.rounds[number].items():
             after = [route.offset_after(o, step) for o in offsets]
+            # A gather sends each block back along the way on which its sum came.
             leaving, arriving = (after, offsets) if backwards else (offsets, after)
             message = _joined([take(p, o) for o in leaving], dim)
             message = _send(message, axis_name, route.pairs(step, back=backwards))
@@ -171,6 +175,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         return {p: jax.tree.map(jnp.add, arrived[p], terms[p](trip)) for p in arrived}
 
     first = {p: _joined([take(p, o) for o in offsets], dim) for p, _, offsets in messages}
+    # The carry holds one message for each table, so the loop's memory does not grow with n.
     last = _loop(length, hop, first)
     for p, step, offsets in messages:
         for offset, block in zip(offsets, _split(last[p], len(offsets), dim), strict=True):
@@ -240,6 +245,8 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
 
 
 def _loop(length: int, hop, carry):
+    # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and the device
+    # numbers that are computed from it too.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 
@@ -283,7 +290,7 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
     removes the barrier, so a loop does it there.
     """
-    return lax.platform_dependent(x, cpu=cpu.pin_bits, default=lax.optimization_barrier)
+    return lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -292,7 +299,7 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     There XLA may fuse a product and a sum for some of the blocks only. The choice depends on the
     device, so replicas would drift apart.
     """
-    return lax.platform_dependent(x, cpu=cpu.pin_buffer, default=lax.optimization_barrier)
+    return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 
 
 def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:

@@ -70,6 +70,7 @@ def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algori
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
     """Returns the algorithm of `tables_for(sizes)`, the tables for so many devices on each axis."""
 
+    # Tables are checked when they are made, which takes long for many devices.
     @functools.lru_cache(maxsize=64)
     def tables_of(sizes: tuple[int, ...]) -> tuple[Route, ...]:
         tables = tables_for(sizes)
@@ -80,10 +81,13 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     def routes(axis_name):
         return tables_of(tuple(map(axis_size, axes(axis_name))))
 
-    slices = drop_in.Slices(
-        scatter=lambda x, dim, name: reduce_scatter_array(x, dim, routes(name), name),
-        gather=lambda x, dim, name: all_gather_array(x, dim, routes(name), name),
-    )
+    def scatter_slices(x, dim, axis_name):
+        return reduce_scatter_array(x, dim, routes(axis_name), axis_name)
+
+    def gather_slices(x, dim, axis_name):
+        return all_gather_array(x, dim, routes(axis_name), axis_name)
+
+    slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
         def leaf(x):
@@ -98,9 +102,10 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return leaf_by_leaf(leaf, x, axis_name)
 
     def all_reduce(x, axis_name):
-        return all_reduce_leaves(
-            x, axis_name, lambda x, name: all_reduce_array(x, routes(name), name)
-        )
+        def total(x, axis_name):
+            return all_reduce_array(x, routes(axis_name), axis_name)
+
+        return all_reduce_leaves(x, axis_name, total)
 
     scatter_rounds, gather_rounds, all_reduce_rounds = _prices(tables_of)
     return Algorithm(
@@ -178,6 +183,10 @@ def messages(
     return rounds
 
 
+def _unchanged(ct):
+    return ct
+
+
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns the drop-in for `lax.psum` that computes each leaf by `total(x, axis_name)`.
 
@@ -189,12 +198,10 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):
             return x
-        return linear_collective(
-            x,
-            axis_name,
-            forward=lambda x: total(x, axis_name),
-            backward=lambda ct: ct,
-            to="invarying",
-        )
+
+        def forward(x):
+            return total(x, axis_name)
+
+        return linear_collective(x, axis_name, forward=forward, backward=_unchanged, to="invarying")
 
     return leaf_by_leaf(leaf, x, axis_name)

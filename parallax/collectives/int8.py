@@ -1,9 +1,8 @@
-"""Collectives that send int8: a block of numbers travels as 8-bit integers and the one power of two
-that scales them.
+"""Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
-For gradients, in a quarter of the bytes: take `quantized("data")` for the data axis. Activations
-and the sums of a cross-entropy bear it less well (a small GPT-2 that sent all of its tensor axis so
-ended a fifth worse).
+They suit gradients, in a quarter of the bytes: use `quantized("data")` for the data axis. Rounding
+harms activations and the sums of a cross-entropy more: a small GPT-2 that sent all of its tensor
+axis so ended with a fifth more loss.
 
 A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of
 at most 127 in magnitude, and the exponent of s, where s <= a / 64 is a power of two: the format
@@ -12,19 +11,19 @@ so the only error is the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, where that is more)
 
-and what was rounded away, x - Q(x), is itself exact: `ErrorFeedback` carries it over to the next
-call, and nothing is ever lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an
-infinity or NaN comes out as NaN.
+The rounding error, x - Q(x), is itself exact: `ErrorFeedback` adds it to the next call, so nothing
+is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an infinity or NaN
+becomes NaN.
 
-Feedback is for optimizers that are linear in the gradients: 40 steps of SGD with momentum on a
-small GPT-2 ended nine times as near to the exact run's weights as without it. AdamW divides by the
-gradients' second moment, to which a correction that comes a step later is noise: 200 steps ended
-0.4 % above the exact run's held-out loss without feedback, and 1.1 % above it with.
+Feedback helps optimizers that are linear in the gradients: after 40 steps of SGD with momentum, a
+small GPT-2 was nine times as near to the exact run's weights as without it. AdamW divides by the
+gradients' second moment, to which a correction one step later is noise: after 200 steps the
+held-out loss was 0.4 % above the exact run's without feedback, and 1.1 % above it with feedback.
 
-Each device quantises what it owes device j once and sends it straight to j, which adds up in
-float32, quantises the sum and passes that round. A number is thus rounded twice whatever n is. On a
-ring of partial sums, as exact addition has it, each of the n - 1 hops would round again, with an
-error that grows with the partial sum: n/2 times this bound.
+Each device quantises its term for device j once and sends it straight to j. Device j adds up in
+float32, quantises the sum and passes that on. So a number is rounded twice for any n. A ring of
+partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
+sum: n/2 times this bound.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -36,10 +35,9 @@ With blocks of 32 that is 0.258 of the exact ring's. (float64 sends two bytes an
 one message, of integers and exponents together. Hop k of the reduction spans k devices: as fast as
 a neighbour's on a switch, k links on a bare ring.
 
-They take the types, trees and axes that the exact collectives of `ring` take. The derivative is
-that of the exact function, and is sent as int8 too. On an axis of one device nothing moves and
-nothing is rounded. Leaves of less than a block (a loss, a norm) and those that are not real floats
-go round the exact ring.
+The functions take the types, trees and axes of `ring`'s. The derivative is that of the exact
+function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves of
+less than a block (a loss, a norm) and leaves that are not real floats are sent by the exact ring.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -68,15 +66,14 @@ from parallax.collectives.types import AxisName, axes, replicated, varying, vary
 Tree = TypeVar("Tree", bound=PyTree)
 
 BLOCK = 32  # MXINT8's
+# -128 is left out: the integers are then the same for x and -x.
 LARGEST = 127
 
 
 def _from_a_block_on(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
-    """`sent` (size, n, itemsize, block_size), for arrays of a block or more; shorter ones go as
-    `exact` sends them.
-    """
+    """Returns the rounds of `sent`, or those of `exact` for arrays shorter than a block."""
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
         if size < block_size:
@@ -88,9 +85,9 @@ def _from_a_block_on(
 
 def _scatters(size, n, itemsize, block_size):
     part = -(-size // n)
-    return messages(
-        [straight(n)], [_nbytes(part, itemsize, block_size)], added=[part * max(itemsize, 4)]
-    )
+    nbytes = [_nbytes(part, itemsize, block_size)]
+    # The sums are in float32 or wider, whatever was sent.
+    return messages([straight(n)], nbytes, added=[part * max(itemsize, 4)])
 
 
 def _gathers(size, n, itemsize, block_size):
@@ -98,23 +95,26 @@ def _gathers(size, n, itemsize, block_size):
 
 
 def _both(size, n, itemsize, block_size):
-    return _scatters(size, n, itemsize, block_size) + _gathers(
-        -(-size // n), n, itemsize, block_size
-    )
+    part = -(-size // n)
+    return [
+        *_scatters(size, n, itemsize, block_size),
+        *_gathers(part, n, itemsize, block_size),
+    ]
 
 
 def _nbytes(size, itemsize, block_size):
-    """Of `size` numbers as int8, and an exponent a block: of one byte, of float64 two."""
-    return size + -(-size // block_size) * (2 if itemsize == 8 else 1)
+    """Returns the bytes of `size` numbers as int8, with one exponent per block."""
+    exponent = 2 if itemsize == 8 else 1
+    return size + -(-size // block_size) * exponent
 
 
 @cost.priced(_from_a_block_on(_both, ring.all_reduce), "quantized.all_reduce")
-def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
-    """An approximate sum over devices, with the same bits on every device: `A {U_X} -> A`.
+def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
+    """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
     The twin of `lax.psum`.
 
-    It is off by at most (sum of a_i over the other devices + A) / 127, where a_i and A are the
+    Its error is at most (sum of a_i over the other devices + A) / 127, where a_i and A are the
     largest magnitudes in the number's block on device i and in the sum. The flattened leaf is
     padded to a multiple of n numbers; blocks are cut from each n-th of it.
 
@@ -125,16 +125,17 @@ def all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree
     def total(x, axis_name):
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
-    return _each(
-        x,
-        block_size,
-        lambda x: all_reduce_leaves(x, axis_name, total),
-        lambda x: ring.all_reduce(x, axis_name),
-    )
+    def quantized_leaf(x):
+        return all_reduce_leaves(x, axis_name, total)
+
+    def exact(x):
+        return ring.all_reduce(x, axis_name)
+
+    return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
 @cost.priced(_from_a_block_on(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
-def reduce_scatter(
+def quantized_reduce_scatter(
     x: Tree,
     axis_name: AxisName,
     *,
@@ -142,61 +143,69 @@ def reduce_scatter(
     tiled: bool = False,
     block_size: int = BLOCK,
 ) -> Tree:
-    """About the sum over devices; device i keeps block i: `A[I] {U_X} -> A[I_X]`.
+    """Returns block i of an approximate sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
 
     The twin of `lax.psum_scatter`.
 
-    It is off by at most the sum of a_i over the other devices / 127, where a_i is the largest
-    magnitude in the number's block on device i. Its transpose is `all_gather`.
+    Its error is at most the sum of a_i over the other devices / 127, where a_i is the largest
+    magnitude in the number's block on device i. Its transpose is `quantized_all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
     """
-    exact = lambda x: ring.reduce_scatter(
-        x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled
-    )
-    ours = lambda x: drop_in.reduce_scatter_leaf(
-        x, axis_name, _slices(block_size), scatter_dimension, tiled
-    )
-    return _each(x, block_size, ours, exact)
+    slices = _slices(block_size)
+
+    def quantized_leaf(x):
+        return drop_in.reduce_scatter_leaf(x, axis_name, slices, scatter_dimension, tiled)
+
+    def exact(x):
+        options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
+        return ring.reduce_scatter(x, axis_name, **options)
+
+    return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
 @cost.priced(_from_a_block_on(_gathers, ring.all_gather), "quantized.all_gather")
-def all_gather(
+def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """About every device's block, on every device the same bits: `A[I_X] -> A[I]`.
+    """Returns every device's rounded block, the same bits on every device: `A[I_X] -> A[I]`.
 
     The twin of `lax.all_gather`.
 
-    It is off by at most a / 127, where a is the largest magnitude in the number's block; a device's
-    own part is rounded as the others see it. Its transpose is `reduce_scatter`.
+    Its error is at most a / 127, where a is the largest magnitude in the number's block. A device's
+    own part is rounded too. Its transpose is `quantized_reduce_scatter`.
 
     Raises:
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
     """
-    exact = lambda x: ring.all_gather(x, axis_name, axis=axis, tiled=tiled)
-    ours = lambda x: drop_in.all_gather_leaf(x, axis_name, _slices(block_size), axis, tiled)
-    return _each(x, block_size, ours, exact)
+    slices = _slices(block_size)
+
+    def quantized_leaf(x):
+        return drop_in.all_gather_leaf(x, axis_name, slices, axis, tiled)
+
+    def exact(x):
+        return ring.all_gather(x, axis_name, axis=axis, tiled=tiled)
+
+    return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """int8 collectives that carry what they round away: from (x, error) to (result, the error for
-    the next call).
+    """int8 collectives that add the rounding error of a call to the next call.
 
         feedback = ErrorFeedback("data")
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
     Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the
-    rounding of the float additions. So the sum of the results over T calls is off by the last
-    errors alone, whatever T is. A block that is not finite leaves no error behind. It has no
-    derivative: use it on gradients, after differentiation.
+    rounding of the float additions. So the error of the sum of the results over T calls is that of
+    the last call, for any T. A block that is not finite leaves no error. There is no derivative:
+    use it on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
-        block_size: numbers that share a scale.
+        block_size: the numbers that share a scale.
 
     Raises:
         ValueError: a leaf's error has not its shape, with a dim of 1 in front; or `block_size` is
@@ -207,97 +216,87 @@ class ErrorFeedback:
     block_size: int = BLOCK
 
     def initial(self, x: PyTree) -> PyTree:
-        """What is carried over for the tree `x` before the first call: zeros.
+        """Returns the error before the first call, for the tree `x`: zeros.
 
-        A leaf `[*dims]` has the state `[1, *dims]`, in float32 or wider, different on each device
-        of `axis_name`. The dim of 1 is for the way in and out of `mesh.spmd`, where the leaf's spec
-        is `P(axis_name, *dims)`.
+        A leaf `[*dims]` has the error `[1, *dims]`, in float32 or wider, different on each device
+        of `axis_name`. With the dim of 1, the leaf's spec outside of `mesh.spmd` is
+        `P(axis_name, *dims)`.
         """
 
         def leaf(x):
-            return varying(
-                jnp.zeros((1, *x.shape), _wide(x.dtype)), (*varying_axes(x), *axes(self.axis_name))
-            )
+            x = jnp.asarray(x)
+            zeros = jnp.zeros((1, *x.shape), _wide(x.dtype))
+            return varying(zeros, (*varying_axes(x), *axes(self.axis_name)))
 
-        return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
+        return jax.tree.map(leaf, x)
 
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
-        """`quantized.all_reduce` of `x + error`, and the new error: what was rounded away on this
-        device.
-        """
+        """Returns `quantized.all_reduce` of `x + error`, and this device's new error."""
+        axis_name = self.axis_name
 
         def leaf(x, error):
-            total, error = _all_reduce(
-                _with(x, error, self.axis_name), self.axis_name, self.block_size
-            )
-            return replicated(total, self.axis_name).astype(x.dtype), error[None]
+            total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
+            return replicated(total, axis_name).astype(x.dtype), error[None]
 
-        exact = lambda x, error: (ring.all_reduce(x, self.axis_name), error)
-        return _unzipped(_each(x, self.block_size, leaf, exact, error), x)
+        def exact(x, error):
+            return ring.all_reduce(x, axis_name), error
+
+        return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
     def reduce_scatter(
         self, x: Tree, error: PyTree, *, scatter_dimension: int = 0, tiled: bool = False
     ) -> tuple[Tree, PyTree]:
-        """`quantized.reduce_scatter` of `x + error`, and the new error, with what a result in 16
-        bits is rounded by.
+        """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
+
+        The error includes the rounding of the result to 16 bits.
         """
+        axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
-            axis_name = self.axis_name
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
-            drop_in.check_divides(
-                "reduce_scatter",
-                "scatter_dimension",
-                x.shape,
-                dim,
-                types.axis_size(axis_name),
-                tiled,
-            )
+            drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
-            error = jnp.where(
-                _own(error, axis_name), _finite(total - result.astype(total.dtype)), error
-            )
-            return result.reshape(parts.shape[1:]), drop_in.merge_blocks(
-                error.reshape(parts.shape), dim, tiled
-            )[None]
+            result_error = _finite(total - result.astype(total.dtype))
+            error = jnp.where(_is_local(error, axis_name), result_error, error)
+            error = drop_in.merge_blocks(error.reshape(parts.shape), dim, tiled)
+            return result.reshape(parts.shape[1:]), error[None]
 
         def exact(x, error):
-            return ring.reduce_scatter(
-                x, self.axis_name, scatter_dimension=scatter_dimension, tiled=tiled
-            ), error
+            options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
+            return ring.reduce_scatter(x, axis_name, **options), error
 
-        return _unzipped(_each(x, self.block_size, leaf, exact, error), x)
+        return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
 
 def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*lead message"]:
-    """`x` as one message: `size` integers, then the exponents of the ceil(size / block_size) blocks
-    of its last dim.
+    """Returns `x` as one message: `size` integers, then ceil(size / block_size) exponents.
+
+    Each block of the last dim has one exponent.
     """
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     finite = jnp.isfinite(peak)
-    exponent = (
-        jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7
-    )  # peak < 128 * 2**exponent
+    # peak < 128 * 2**exponent
+    exponent = jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7
+    # A smaller exponent would have no power of two in this type, and its inverse would overflow.
     exponent = jnp.maximum(exponent, jnp.finfo(x.dtype).minexp)
     scaled = blocks * _power_of_two(-exponent, x.dtype)[..., None]
-    integers = jnp.where(
-        finite[..., None], jnp.clip(jnp.round(scaled), -LARGEST, LARGEST), jnp.zeros_like(scaled)
-    )
-    integers = integers.astype(jnp.int8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    # 127.5 to 128 round to 128, which int8 lacks.
+    rounded = jnp.clip(jnp.round(scaled), -LARGEST, LARGEST)
+    integers = jnp.where(finite[..., None], rounded, jnp.zeros_like(scaled)).astype(jnp.int8)
+    integers = integers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
     code = _code(x.dtype)
     codes = jnp.where(finite, exponent, jnp.iinfo(code).min).astype(code)
-    return jnp.concatenate(
-        [integers, lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)], -1
-    )
+    code_bytes = lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate([integers, code_bytes], -1)
 
 
 def dequantize(
     message: Int8[Array, "*lead message"], size: int, dtype: jnp.dtype, block_size: int
 ) -> Float[Array, "*lead size"]:
-    """The numbers in a message of `quantize`: integers times powers of two, exactly, or NaN."""
+    """Returns the numbers of a message of `quantize`: integers times powers of two, or NaN."""
     code = _code(dtype)
     exponents = message[..., size:]
     exponents = exponents if code == jnp.int8 else exponents.reshape(*message.shape[:-1], -1, 2)
@@ -308,17 +307,18 @@ def dequantize(
 
 
 def _all_reduce(x, axis_name, block_size):
-    """The sum of `x` in its wide type, and what was rounded away here."""
+    """Returns the sum of `x` in its wide type, and the rounding errors of this device."""
     n = types.axis_size(axis_name)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
     total, error = _reduce(flat, axis_name, block_size)
-    result, lost = _gather(total, axis_name, block_size)
-    error = jnp.where(_own(error, axis_name), lost[None], error)
+    result, gather_error = _gather(total, axis_name, block_size)
+    # A device's own part is rounded only after the sum, and the others' parts only before it.
+    error = jnp.where(_is_local(error, axis_name), gather_error[None], error)
     return tuple(y.reshape(-1)[: x.size].reshape(x.shape) for y in (result, error))
 
 
 def _slices(block_size):
-    """A reduce-scatter and an all-gather all of whose messages are int8."""
+    """Returns a reduce-scatter and an all-gather whose messages are all int8."""
 
     def scattered(x, dim, axis_name):
         blocks = drop_in.split_blocks(x, dim, axis_name, True)
@@ -333,57 +333,58 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """`[n, size] -> [size], [n, size]`: the sum over devices of the own part, and what was rounded
-    away of the others.
-    """
-    own, size = _own(parts, axis_name), parts.shape[1]
+    """`[n, size] -> [size], [n, size]`: the sum of the local part, and the other parts' errors."""
+    is_local, size = _is_local(parts, axis_name), parts.shape[1]
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
-    values = lambda message: jnp.where(
-        own, parts, dequantize(message, size, parts.dtype, block_size)
-    )
+
+    # The own part does not travel, so it is not rounded.
+    def values(message):
+        return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
+
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
 
 
 def _gather(part, axis_name, block_size):
-    """`[size] -> [n, size], [size]`: all devices' parts, the same bits on all, and what was rounded
-    away of the own.
-    """
+    """`[size] -> [n, size], [size]`: all devices' rounded parts, and the own part's error."""
     if types.axis_size(axis_name) == 1:
         return part[None], jnp.zeros_like(part)
     sent = quantize(part, block_size)
-    values = lambda message: dequantize(message, part.size, part.dtype, block_size)
+
+    def values(message):
+        return dequantize(message, part.size, part.dtype, block_size)
+
+    # The own part is taken from its message too, so all devices have the same bits.
     return values(ring.all_gather(sent, axis_name)), _finite(part - values(sent))
 
 
-def _own(parts, axis_name):
-    """Which of `[n, size]` is this device's part: `[n, 1]`."""
+def _is_local(parts, axis_name):
+    """Returns which of `[n, size]` is this device's part: `[n, 1]`."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.axis_index(axis_name)
 
 
-def _each(x, block_size, quantized, exact, *rest):
-    """`quantized` of each leaf that it is for, and `exact` of the others."""
+def _map_leaves(x, block_size, quantized_leaf, exact, *more):
+    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others."""
     if block_size < 1:
         raise ValueError(
             f"quantized: block_size must be 1 or more; got {block_size}. The usual size is {BLOCK}."
         )
 
-    def leaf(x, *rest):
+    def leaf(x, *more):
         x = jnp.asarray(x)
-        return (
-            quantized if jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size else exact
-        )(x, *rest)
+        is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
+        return (quantized_leaf if is_quantized else exact)(x, *more)
 
-    return jax.tree.map(leaf, x, *rest)
+    return jax.tree.map(leaf, x, *more)
 
 
 def _unzipped(pairs, x):
-    """A tree like `x` of pairs, as a pair of trees."""
+    """Returns a tree like `x` of pairs as a pair of trees."""
     return jax.tree.transpose(jax.tree.structure(x), jax.tree.structure((0, 0)), pairs)
 
 
 def _with(x, error, axis_name):
-    """What this call has to send: `x` and what the call before rounded away."""
+    """Returns the sum of `x` and the rounding error of the call before."""
     if error.shape != (1, *x.shape):
         raise ValueError(
             f"quantized: the error of a leaf of shape {x.shape} must have the shape "
@@ -404,7 +405,7 @@ def _power_of_two(exponent, dtype):
 
 
 def _code(dtype):
-    """The integers that hold the exponents of `dtype` and, as their smallest, NaN."""
+    """Returns the integers that hold the exponents of `dtype`; the smallest stands for NaN."""
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
 
@@ -421,15 +422,13 @@ def _widened(x):
 
 
 def quantized_in(block_size: int) -> Algorithm:
-    """`quantized` with blocks of `block_size` numbers instead of 32.
+    """Returns `quantized` with blocks of `block_size` numbers instead of 32.
 
     Its functions raise `ValueError` for sizes below 1.
     """
-    functions = (
-        functools.partial(f, block_size=block_size)
-        for f in (all_reduce, reduce_scatter, all_gather)
-    )
+    functions = (functools.partial(f, block_size=block_size) for f in _FUNCTIONS)
     return Algorithm(f"quantized_in({block_size})", *functions)
 
 
-quantized = Algorithm("quantized", all_reduce, reduce_scatter, all_gather)
+_FUNCTIONS = quantized_all_reduce, quantized_reduce_scatter, quantized_all_gather
+quantized = Algorithm("quantized", *_FUNCTIONS)

@@ -1,11 +1,10 @@
-"""Matrix products that overlap with their collective: the gather or the scatter is cut into hops,
-with a product beside each.
+"""Matrix products that overlap with their collective, hop by hop.
 
-A gather before a product makes the links wait for nothing and the multipliers wait for the links.
-Here device i multiplies the block that it holds while the next ones arrive, from both neighbours at
-once; and in the product before a scatter, partial sums travel from both sides towards their owner
-and gain a block's product in each hop. The whole gathered operand, or the whole product before it
-is scattered, never exists, in the backward pass neither.
+With a gather before a product, the multipliers wait for the links. Here device i multiplies its
+block while the next ones arrive, from both neighbours at once. In the product before a scatter,
+partial sums travel from both sides towards their owner, and a block's product is added in each hop.
+The whole gathered operand, or the whole product before the scatter, never exists, neither forward
+nor backward.
 
 Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis, S the bytes of
 one device's `[T_X, D]`.
@@ -48,10 +47,12 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Whole blocks to the nearer side, the farthest first; the one opposite goes one way."""
-    return Route(
-        (n,), [{1: [h]} | ({-1: [n - h]} if 2 * h < n else {}) for h in range(n // 2, 0, -1)]
-    )
+    """Returns the table of whole blocks that take the nearer side, the farthest first."""
+    rounds = []
+    for h in range(n // 2, 0, -1):
+        # The opposite device is as far on both sides: its block goes one way only.
+        rounds.append({1: [h], -1: [n - h]} if 2 * h < n else {1: [h]})
+    return Route((n,), rounds)
 
 
 def _gathered(size, n, itemsize):
@@ -66,11 +67,11 @@ def all_gather_matmul(
     *,
     axis: int = 0,
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
-    """`x`, gathered along its dim `axis`, times `weight`: `A[T_X, D] . W[D, F_X] -> [T, F_X]`, the
-    gathered `A` never whole.
+    """Returns `x`, gathered along its dim `axis`, times `weight`.
 
-    It equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
-    each row by a product of its own. The transpose in `x` is `matmul_reduce_scatter` with the
+    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. It equals
+    `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
+    with one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
     transposed weight. Reverse derivatives of any order apply, under `vmap`, `scan` and `checkpoint`
     too; forward ones do not.
 
@@ -102,10 +103,10 @@ def matmul_reduce_scatter(
     *,
     scatter_dimension: int = 0,
 ) -> Inexact[Array, "*scattered outputs"]:
-    """`x` times `weight`, summed over devices; device i keeps block i: `A[T, F_X] . W[F_X, D] ->
-    [T_X, D]`.
+    """Returns block i of the sum over devices of `x` times `weight`, on device i.
 
-    It equals `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
+    In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. It equals
+    `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
     is never whole. The sums that travel have `x`'s type. The transpose in `x` is
     `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under
@@ -134,13 +135,14 @@ def matmul_reduce_scatter(
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
 
+# The derivatives are written out, so that their products overlap with their messages too.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _all_gather_matmul(x, weight, axis_name, axis):
     def multiply(y, j, block):
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
-    y = jax.eval_shape(lambda: jnp.tensordot(x, weight, axes=1))
+    y = jax.eval_shape(functools.partial(jnp.tensordot, axes=1), x, weight)
     return _as_they_arrive(x, axis_name, multiply, _zeros(_times(y.shape, axis, n), y.dtype, x))
 
 
@@ -150,19 +152,17 @@ def _all_gather_matmul_forward(x, weight, axis_name, axis):
 
 def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
     x, weight = residuals
-    # Without the barrier XLA would take this round of `x` for the forward one, and hold all blocks
-    # in between.
+    # Without the barrier XLA would reuse the forward pass's blocks of `x`, and hold all of them in
+    # between.
     x, ct = lax.optimization_barrier((x, ct))
 
     def add(total, j, block):
         return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
 
-    total = _as_they_arrive(
-        x, axis_name, add, _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
-    )
-    return _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis), total.astype(
-        weight.dtype
-    )
+    zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
+    d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
+    d_x = _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis)
+    return d_x, d_weight
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
@@ -200,33 +200,34 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 
 
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
-    """`carry` after `visit(carry, j, device j's x)` for every j: the own one first, then the
-    nearest on both sides.
+    """Returns `carry` after `visit(carry, j, device j's x)` for every j.
+
+    The device's own `x` is visited first, then the nearest ones on both sides.
     """
-    keep = lambda carry, _, j, block: visit(carry, j, block)
-    return gather(
-        [_from_both_sides(axis_size(axis_name))], [x], keep, carry, axis_name, unrolled=math.inf
-    )
+
+    def write(carry, _, j, block):
+        return visit(carry, j, block)
+
+    table = _from_both_sides(axis_size(axis_name))
+    return gather([table], [x], write, carry, axis_name, unrolled=math.inf)
 
 
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
-    """The sum over devices of `product(j)`, on device j, from both sides at once:
-    `_as_they_arrive`, backwards.
-    """
-    (total,) = scatter(
-        [_from_both_sides(axis_size(axis_name))],
-        lambda _, j: product(j),
-        axis_name,
-        unrolled=math.inf,
-    )
+    """Returns the sum over devices of `product(j)`, on device j, from both sides at once."""
+
+    def term(_, j):
+        return product(j)
+
+    table = _from_both_sides(axis_size(axis_name))
+    (total,) = scatter([table], term, axis_name, unrolled=math.inf)
     return total
 
 
 def _alike(x, weight, axis_name):
-    """Both operands, declared varying over each axis over which one of them or the blocks vary.
+    """Returns both operands as varying along the axis and along the axes of either of them.
 
-    The transpose of this sums a
-    gradient."""
+    The transpose of this sums a gradient.
+    """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
 
@@ -234,9 +235,8 @@ def _alike(x, weight, axis_name):
 def _outer(x, y, batch: int):
     """`[*batch, D], [*batch, F] -> [D, F]`, summed over the batch in a wide type."""
     dims = list(range(batch))
-    return jnp.tensordot(
-        x, y, axes=(dims, dims), preferred_element_type=accumulation_dtype(x.dtype)
-    )
+    kind = accumulation_dtype(x.dtype)
+    return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=kind)
 
 
 def _transposed(weight, inputs: int):
@@ -264,5 +264,5 @@ def _check_not_last(function: str, argument: str, dim: int, shape):
     if dim == len(shape) - 1:
         raise ValueError(
             f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the "
-            f"product. Take one of the dims {list(range(dim))} before it."
+            f"product. Use one of the dims {list(range(dim))} before it."
         )

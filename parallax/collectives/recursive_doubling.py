@@ -65,7 +65,8 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     n = types.axis_size(axis_name)
-    x = pin_bits(x)  # the sums after it are the same, however often XLA computes them
+    # With fixed terms, the sums are the same bits however often XLA computes them.
+    x = pin_bits(x)
     hops, results = _hops_of(n), []
     if n & (n - 1):
         folded, *hops, results = hops
@@ -73,6 +74,7 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     for pairs in hops:
         x = _as_sent(x) + send(x, axis_name, pairs)
     if results:
+        # A `ppermute` gives zeros to devices that receive nothing: those keep their own sum.
         first_folded = results[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
         x = jnp.where(is_exchanging, x, send(x, axis_name, results))

@@ -72,6 +72,7 @@ class Route:
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
             rounds.append(points)
+        # Frozen, since the table that was checked must be the table that runs.
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rounds", tuple(rounds))
         _check(self)
@@ -188,6 +189,7 @@ def _check(route: Route) -> None:
                     f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
                     "Let it arrive before, or go elsewhere."
                 )
+    # No block is sent twice, so with n - 1 sent ones each reached its owner.
     if len(sent) < route.n - 1:
         missing = [o for o in route.points()[1:] if o not in sent]
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)

@@ -57,14 +57,14 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """In each round a device keeps the nearest 1/`by` of its blocks, rounded up, and sends the
-    rest.
+    """In each round a device keeps the nearest 1/`by` of its blocks, and sends the others.
 
-    They go as far as the kept blocks reach, in `by` - 1 messages. With by=2 no table of one message
-    a round has fewer rounds, for any n.
+    They travel as far as the kept blocks reach, in `by` - 1 messages. With by=2 no table of one
+    message per round has fewer rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
+        # Rounded up, so that the sent blocks land on offsets that are still held.
         near = -(-remaining // by)
         distances = range(near, remaining, near)
         rounds.append({far: range(far, min(far + near, remaining)) for far in distances})
@@ -74,7 +74,7 @@ def halving(n: int, by: int = 2) -> Route:
 
 @functools.cache
 def halving_by(by: int) -> Algorithm:
-    """`halving` by another number than 2: by 4, three messages a round and half the rounds."""
+    """Returns `halving` by another number: by 4, three messages per round and half the rounds."""
     return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 
 
@@ -96,7 +96,7 @@ def pairs(n: int) -> Route:
 
 @functools.cache
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Machines of `g` devices: a ring inside each, then `between` them a ring or another algorithm.
+    """Returns machines of `g` devices: a ring inside each, then `between` them another algorithm.
 
     n/g - 1 blocks of each device leave its machine; of a ring over all devices, (n - 1)/g do. With
     `halving` between many machines there are few rounds. Its functions raise `ValueError` unless g
@@ -131,8 +131,7 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` one after another, in `order`, over the box of all
-    boxes.
+    """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
 
     A message holds one block for each offset along the boxes of the routes that run later, so
     messages grow shorter from route to route.
@@ -143,6 +142,7 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
         homes = [[route.home] for route in routes]
+        # A message takes along all blocks that differ only along boxes that come later.
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():

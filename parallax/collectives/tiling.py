@@ -20,9 +20,11 @@ from parallax.collectives.route import Point
 def all_reduce_array(x, routes, axis_name):
     """Returns the sum; each block, along a dim of `x` or of its vector, is added on one device."""
     n, parts = routes[0].n, len(routes)
+    # The first dim that fits: slices along an outer dim are contiguous in memory.
     dim = next((dim for dim in range(x.ndim) if _keeps_tiles(x.shape, dim, n * parts)), None)
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
+    # Rows of 128 numbers must divide among all parts of all devices; single numbers need not.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -43,6 +45,7 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
 def all_gather_array(x, dim: int, routes, axis_name):
     """Returns all devices' slices, joined along `dim`."""
     n, parts = routes[0].n, len(routes)
+    # Each device keeps its own block and sends it: both must be the same bits.
     x = pin_bits(x)
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
@@ -61,6 +64,7 @@ def shares_of(length: int, parts: int) -> list[tuple[int, int]]:
 
 def _all_reduce_slices(x, dim: int, routes, axis_name):
     blocks = _scatter_slices(x, dim, routes, axis_name)
+    # The sums are sent and kept: without a guard, XLA may recompute the copy that is kept.
     return _gather_slices([pin_bits(block) for block in blocks], dim, routes, axis_name)
 
 
@@ -83,6 +87,7 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
         return lax.dynamic_update_slice_in_dim(result, block, device * length + shares[p][0], dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
+    # Every place of it is written, so no pass over memory is spent on zeros.
     empty = empty_like(lax.empty, shape, blocks[0])
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 

@@ -1,13 +1,14 @@
-"""Measures what a hop takes on the live mesh, and chooses the all-reduce of each array by its size.
+"""Measures the time of a hop on the live mesh, and chooses an all-reduce by the array's size.
 
     link = tuning.fit(mesh, "data")          # alpha, beta, gamma, for the formulas of `cost`
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
-The model is good for which functions are worth a race, and the race decides. All processes of the
-mesh must call these functions together, and all find the same: of each time, the slowest process's
+The model selects the functions that are raced, and the race decides. All processes of the mesh must
+call these functions together, and all get the same result: of each time, the slowest process's
 counts.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from parallax import mesh as meshes
 from parallax.collectives import cost
@@ -32,15 +34,18 @@ from parallax.collectives.types import AxisName, axes, varying
 
 FIT_SIZES = (2**12, 2**16, 2**20, 2**24)
 RACE_SIZES = (2**12, 2**15, 2**18, 2**21, 2**24)
-REFINED = 2  # times that a race looks closer at where one function begins to win over another
+# How often a race adds sizes halfway between two sizes with different winners
+REFINED = 2
 
 
 def exact(n: Sizes) -> list[Callable[..., Any]]:
     """Returns every all-reduce that sends no rounded numbers, for one axis or several."""
-    found = [ring, two_rings, halving, doubling]
-    found += [torus] if isinstance(n, tuple) and len(n) > 1 else []
-    found += [hierarchical] if isinstance(n, tuple) and len(n) == 2 else []
-    return [algorithm.all_reduce for algorithm in found]
+    algorithms = [ring, two_rings, halving, doubling]
+    if isinstance(n, tuple) and len(n) > 1:
+        algorithms.append(torus)
+    if isinstance(n, tuple) and len(n) == 2:
+        algorithms.append(hierarchical)
+    return [algorithm.all_reduce for algorithm in algorithms]
 
 
 def fastest(
@@ -51,132 +56,132 @@ def fastest(
     among: Sequence[Callable[..., Any]] | None = None,
     itemsize: int = 4,
 ) -> Callable[..., Any]:
-    """The all-reduce of an array of `nbytes` that takes the fewest seconds by its table and the
-    link; of equals, the first.
+    """Returns the all-reduce with the fewest seconds by its table and the link.
 
     Args:
-        nbytes: of the array on each device.
+        nbytes: the bytes of the array on each device.
         n: the devices on the axis, or on each of several.
-        link: of that axis.
-        among: the functions to choose from; `exact(n)` by default.
-        itemsize: bytes of a number.
+        link: the link of that axis.
+        among: the functions to choose from; `exact(n)` by default. Of equals, the first is taken.
+        itemsize: the bytes of a number.
 
     Raises:
-        ValueError: as `cost.of` does.
+        ValueError: an error of `cost.of`.
     """
-    among = exact(n) if among is None else among
-    return min(among, key=lambda f: cost.seconds(cost.of(f, nbytes, n, itemsize=itemsize), link))
+
+    def seconds(f):
+        return cost.seconds(cost.of(f, nbytes, n, itemsize=itemsize), link)
+
+    return min(exact(n) if among is None else among, key=seconds)
 
 
 def fit(
     mesh: Mesh, axis_name: AxisName, *, sizes: Sequence[int] = FIT_SIZES, rounds: int = 9
 ) -> Link:
-    """The `Link` of one axis of `mesh`, from the times of one hop, of rings that pass on or add, of
-    two rings at once, and of
-    all bytes exchanged and added.
+    """Returns the `Link` of one axis of `mesh`, fitted to the measured times of five collectives.
 
-    The least sum of relative differences, over arrays of `sizes` bytes a device, no term below
-    zero; `Link.error` is the median difference that is left. A hop's time bends where messages
-    outgrow a cache, so it is not zero. Takes some seconds, most of them to compile.
+    They are one hop, a ring and two rings that pass on, a ring that adds, and an exchange of all
+    bytes. The fit has the least sum of relative differences, over arrays of `sizes` bytes per
+    device, with no term below zero. `Link.error` is the median difference that remains. It is not
+    zero, since a hop's time has a bend where messages outgrow a cache. It takes some seconds, most
+    of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
         axis_name: the axis, or several, which then form one ring.
-        sizes: bytes a device.
-        rounds: how often each is measured in turn; the median counts.
+        sizes: the bytes per device.
+        rounds: the number of measurements of each; the median counts.
     """
     n = _size(mesh, axis_name)
-    part, whole = lambda size: size // n, lambda size: size - size % n
-    probes = [  # (a function, how many of the numbers it takes, its options)
-        (send_next, lambda size: size, {}),
-        (ring.all_gather, part, {}),
-        (two_rings.all_gather, part, {}),
-        (ring.reduce_scatter, whole, {"tiled": True}),
-        (doubling.all_reduce, lambda size: size, {}),
-    ]
     calls, costs = [], []
     for nbytes in sizes:
-        for f, taken, options in probes:
-            count = taken(nbytes // 4)
-            calls.append(
-                (
-                    lambda x, f=f, count=count, options=options: f(x[:count], axis_name, **options),
-                    nbytes,
-                )
-            )
+        size = nbytes // 4
+        # (a function, the number of numbers that it takes, its options)
+        probes = [
+            (send_next, size, {}),
+            (ring.all_gather, size // n, {}),
+            (two_rings.all_gather, size // n, {}),
+            (ring.reduce_scatter, size - size % n, {"tiled": True}),
+            (doubling.all_reduce, size, {}),
+        ]
+        for f, count, options in probes:
+            calls.append((functools.partial(_call, f, count, axis_name, options), nbytes))
             costs.append(cost.of(f, 4 * count, n))
     return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
 
 
-def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
-    """The `Link` whose seconds differ least from those `measured`: the sum of relative differences,
-    no term below 0.
+def _call(
+    f: Callable[..., Any], count: int, axis_name: AxisName, options: dict[str, Any], x: Array
+) -> Array:
+    return f(x[:count], axis_name, **options)
 
-    Sums, not squares: a time that a busy machine spoilt pulls no harder than another. Each sum is
-    made least by least squares with weights (Weiszfeld's iteration), for every choice of the terms
-    that are not 0.
+
+def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
+    """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
+
+    No term is below 0. A sum of differences, unlike one of squares, gives no more weight to a time
+    that a busy machine spoilt. It is minimised by weighted least squares (Weiszfeld's iteration),
+    for every choice of the terms that are not 0.
     """
-    best, found = math.inf, Link(0.0, 0.0)
+    best, link = math.inf, Link(0.0, 0.0)
     for one_port, count in itertools.product((False, True), range(1, 5)):
-        relative = (
-            np.array([cost.terms(price, one_port) for price in costs])
-            / np.asarray(measured)[:, None]
-        )
-        scale = np.maximum(
-            relative.max(axis=0), 1e-300
-        )  # seconds and seconds a byte differ by nine decades
+        factors = np.array([cost.terms(price, one_port) for price in costs])
+        relative = factors / np.asarray(measured)[:, None]
+        # Seconds, and seconds per byte, differ by nine decades: without a scale, the solution would
+        # lose the smaller ones.
+        scale = np.maximum(relative.max(axis=0), 1e-300)
         for used in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
             rates[used] = _least_absolute(relative[:, used] / scale[used]) / scale[used]
             left = np.abs(relative @ rates - 1)
             if rates.min() >= 0 and left.sum() < best:
                 best = left.sum()
-                found = Link(*map(float, rates), one_port=one_port, error=float(np.median(left)))
-    return found
+                link = Link(*map(float, rates), one_port=one_port, error=float(np.median(left)))
+    return link
 
 
 def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """The x for which the sum of |terms x - 1| is least, by least squares with weights (Weiszfeld's
-    iteration).
-    """
+    """Returns the x with the least sum of |terms x - 1|, by Weiszfeld's iteration."""
     weights = np.ones(len(terms))
     for _ in range(30):
         x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
+        # A square times this weight is the difference itself; 1e-6 keeps it from dividing by 0.
         weights = np.maximum(np.abs(terms @ x - 1), 1e-6) ** -0.5
     return x
 
 
 class Choice(NamedTuple):
-    """What a race on one axis found: an all-reduce of that axis by the array's size.
+    """The result of a race on one axis: an all-reduce for each size of an array.
 
     Attributes:
-        sizes: bytes a device at which the functions were raced, in rising order.
-        times: of each function, its seconds at each of these.
+        sizes: the bytes per device at which the functions were raced, in rising order.
+        times: the seconds of each function at each of these sizes.
     """
 
     sizes: tuple[int, ...]
     times: dict[Callable[..., Any], list[float]]
 
     def fastest(self, nbytes: int) -> Callable[..., Any]:
-        """The function that is expected to be the fastest for `nbytes`: between the sizes raced, by
-        the line between them.
+        """Returns the function that is expected to be the fastest for `nbytes`.
+
+        Between two sizes of the race, the logarithm of the time is interpolated.
         """
         at = math.log(max(nbytes, 1))
-        known = [math.log(size) for size in self.sizes]
-        return min(self.times, key=lambda f: np.interp(at, known, np.log(self.times[f])))
+        raced = [math.log(size) for size in self.sizes]
+        return min(self.times, key=lambda f: np.interp(at, raced, np.log(self.times[f])))
 
     def crossings(self) -> tuple[int, ...]:
-        """The sizes halfway (in the logarithm) between neighbours at which different functions were
-        the fastest.
-        """
-        winners = [min(self.times, key=lambda f: self.times[f][k]) for k in range(len(self.sizes))]
+        """Returns the sizes halfway, in the logarithm, between two with different winners."""
+        functions = list(self.times)
+        winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
         halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """With the seconds `measured` at more sizes: those of the first function at each, then
-        those of the next.
+        """Returns the choice with the seconds `measured` at more sizes.
+
+        They are those of the first function at each size, then those of the next function.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
@@ -195,131 +200,146 @@ def auto(
     rounds: int = 11,
     link: Link | None = None,
 ) -> tuple[Algorithm, str]:
-    """An algorithm whose all-reduce takes, for each array, the one that was fastest at its size;
-    and what was chosen, and why.
+    """Returns an algorithm whose all-reduce is the fastest at each size, and the reasons.
 
-    For each axis: `fit`, then a race between those that the model puts first or second at one of
-    the sizes, and `lax.psum`, which no formula knows; twice it is run again halfway between sizes
-    with different winners. The choice is made at trace time, by the bytes of each leaf, and costs
-    nothing in the step. Axes that were not measured get `lax.psum`, and so `jax.lax` does all but
-    the all-reduce.
+    For each axis it calls `fit`, then races `lax.psum`, which has no formula, with the functions
+    that the model ranks first or second at one of the sizes. Twice it adds sizes halfway between
+    those with different winners. The choice depends on the bytes of each leaf and is made at trace
+    time, so it costs nothing in the step. Other axes, and the other collectives, use `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
-        axis_names: the axes along which it will reduce; of several at once, a tuple.
-        among: the functions to choose from beside `lax.psum`; all exact all-reduces of the library
+        axis_names: the axes along which it will reduce; a tuple for several axes at once.
+        among: the functions to choose from besides `lax.psum`; all exact all-reduces of the library
             by default.
-        sizes: bytes a device at which to race, in rising order.
-        rounds: how often each is measured in turn; the median counts.
-        link: of these axes, if it has been fitted before.
+        sizes: the bytes per device of the race, in rising order.
+        rounds: the number of measurements of each; the median counts.
+        link: the link of these axes, if it was fitted before.
     """
     choices: dict[tuple[str, ...], Choice] = {}
-    told = []
+    report = []
     for axis_name in axis_names:
         n, fitted = _sizes(mesh, axis_name), link or fit(mesh, axis_name, rounds=rounds)
         rivals = exact(n) if among is None else among
-        predicted = {
-            f: [cost.seconds(cost.of(f, size, n), fitted) for size in sizes] for f in rivals
-        }
-        ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
-        raced = [
-            lax.psum,
-            *dict.fromkeys(f for k in range(2) for order in ranked for f in order[k : k + 1]),
-        ]
+        raced = [lax.psum, *_worth_a_race(rivals, sizes, n, fitted)]
         choice = Choice((), {f: [] for f in raced})
         more = tuple(sizes)
         for _ in range(1 + REFINED):
-            calls = [(lambda x, f=f: f(x, axis_name), size) for f in raced for size in more]
-            choice = choice.joined(
-                more, measure(mesh, axis_name, calls, rounds=rounds) if more else []
-            )
+            if more:
+                calls = [(_all_reduce_call(f, axis_name), size) for f in raced for size in more]
+                choice = choice.joined(more, measure(mesh, axis_name, calls, rounds=rounds))
             more = choice.crossings()
         choices[tuple(sorted(axes(axis_name)))] = choice
-        predicted = {
-            f: [cost.seconds(cost.of(f, size, n), fitted) for size in choice.sizes] for f in rivals
-        }
-        told.append(_told(axis_name, n, fitted, choice, predicted))
+        predicted = _predicted(rivals, choice.sizes, n, fitted)
+        report.append(_report(axis_name, n, fitted, choice, predicted))
+    report.append("Any other axis: lax.psum, not measured.")
 
     def all_reduce(x, axis_name):
         choice = choices.get(tuple(sorted(axes(axis_name))))
         if choice is None:
             return lax.psum(x, axis_name)
-        return jax.tree.map(
-            lambda leaf: choice.fastest(jnp.asarray(leaf).nbytes)(leaf, axis_name), x
-        )
 
-    return Algorithm("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(
-        [*told, "Any other axis: lax.psum, not measured."]
-    )
+        def leaf(x):
+            return choice.fastest(jnp.asarray(x).nbytes)(x, axis_name)
+
+        return jax.tree.map(leaf, x)
+
+    return Algorithm("auto", all_reduce, lax.psum_scatter, lax.all_gather), "\n".join(report)
+
+
+def _all_reduce_call(f: Callable[..., Any], axis_name: AxisName) -> Callable[..., Any]:
+    def call(x):
+        return f(x, axis_name)
+
+    return call
+
+
+def _predicted(
+    rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
+) -> dict[Callable[..., Any], list[float]]:
+    """Returns the seconds of each function at each size, by the model."""
+    return {f: [cost.seconds(cost.of(f, size, n), link) for size in sizes] for f in rivals}
+
+
+def _worth_a_race(
+    rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
+) -> list[Callable[..., Any]]:
+    """Returns the functions that the model ranks first at a size, then those second at one."""
+    predicted = _predicted(rivals, sizes, n, link)
+    ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
+    firsts, seconds = ([f for order in ranked for f in order[k : k + 1]] for k in (0, 1))
+    return list(dict.fromkeys([*firsts, *seconds]))
 
 
 def measure(
     mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int
 ) -> list[float]:
-    """The median seconds of each call: of a function of local blocks, and the bytes of its float32
-    array on each device.
+    """Returns the median seconds of each call.
 
-    They take turns, so that a machine that becomes slower does so for all. The time is that of the
+    A call is a function of local blocks, and the bytes of its float32 array on each device. The
+    calls take turns, so that a machine that becomes slower does so for all. The time is that of the
     slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
-    placed = lambda x, spec, n: jax.make_array_from_callback(
-        (n, *x.shape[1:]), NamedSharding(mesh, spec), lambda _: x
-    )
-    inputs = {
-        nbytes: placed(np.ones((1, nbytes // 4), np.float32), spec, n)
-        for nbytes in {nbytes for _, nbytes in calls}
-    }
-    body = lambda f: lambda x: varying(f(x[0]), axis_name)[None]
-    programs = [
-        jax.jit(meshes.spmd(body(f), mesh=mesh, in_specs=(spec,), out_specs=spec)) for f, _ in calls
-    ]
-    taken = np.zeros((rounds + 1, len(calls)))
+
+    def placed(x, spec, n):
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
+
+    def compiled(f):
+        def body(x):
+            return varying(f(x[0]), axis_name)[None]
+
+        return jax.jit(meshes.spmd(body, mesh=mesh, in_specs=(spec,), out_specs=spec))
+
+    sizes = {nbytes for _, nbytes in calls}
+    inputs = {size: placed(np.ones((1, size // 4), np.float32), spec, n) for size in sizes}
+    programs = [compiled(f) for f, _ in calls]
+    times = np.zeros((rounds + 1, len(calls)))
     for r in range(rounds + 1):
         for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
-            repeats = (
-                min(8, max(1, 2**22 // nbytes)) if r else 1
-            )  # a sample of a short one is many calls
+            # One call of a small array is too short to be timed.
+            repeats = min(8, max(1, 2**22 // nbytes)) if r else 1
             start = time.perf_counter()
             for _ in range(repeats):
                 jax.block_until_ready(program(inputs[nbytes]))
-            taken[r, k] = (time.perf_counter() - start) / repeats
-    medians = np.median(taken[1:], axis=0).astype(np.float32)  # the first compiles
-    every = P(mesh.axis_names)
-    slowest = meshes.spmd(
-        lambda x: lax.pmax(x[0], mesh.axis_names), mesh=mesh, in_specs=(every,), out_specs=P()
-    )
-    return np.asarray(
-        jax.jit(slowest)(placed(medians[None], every, mesh.size)), np.float64
-    ).tolist()
+            times[r, k] = (time.perf_counter() - start) / repeats
+    medians = np.median(times[1:], axis=0).astype(np.float32)  # the first round compiles
+    # All processes must choose alike, so all take the times of the slowest.
+    spec = P(mesh.axis_names)
+
+    def slowest(x):
+        return lax.pmax(x[0], mesh.axis_names)
+
+    agreed = jax.jit(meshes.spmd(slowest, mesh=mesh, in_specs=(spec,), out_specs=P()))
+    return np.asarray(agreed(placed(medians[None], spec, mesh.size)), np.float64).tolist()
 
 
-def _told(
+def _report(
     axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict
 ) -> str:
-    """What was measured and chosen on one axis."""
+    """Returns the measurements and the choice on one axis as text."""
+    in_a_round = "one after another" if link.one_port else "at the same time"
     lines = [
-        f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us a hop, "
-        f"{1e9 * link.beta:.3g} ns a byte, {1e9 * link.gamma:.3g} ns a byte added, "
-        f"{1e6 * link.start:.3g} us a call (within {link.error:.0%} in the median); messages of a "
-        f"round go {'one after another' if link.one_port else 'at the same time'}.",
+        f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us per hop, "
+        f"{1e9 * link.beta:.3g} ns per byte, {1e9 * link.gamma:.3g} ns per byte added, "
+        f"{1e6 * link.start:.3g} us per call (within {link.error:.0%} in the median); messages of "
+        f"a round go {in_a_round}.",
         "Milliseconds, measured (predicted):",
     ]
     for f, times in choice.times.items():
         model = predicted.get(f, [None] * len(times))
-        cells = [
-            f"{1e3 * t:.3g}" + ("" if m is None else f" ({1e3 * m:.3g})")
-            for t, m in zip(times, model, strict=True)
-        ]
-        cells = [f"{_bytes(size)} {cell}" for size, cell in zip(choice.sizes, cells, strict=True)]
-        lines.append(f"  {describe(f)}: " + ", ".join(cells))
-    grid = [2**k for k in range(2, 31)]
-    spans = [(f, list(sizes)) for f, sizes in itertools.groupby(grid, key=choice.fastest)]
-    chosen = [
-        describe(f) + (f" from {_bytes(sizes[0])}" if k else "")
-        for k, (f, sizes) in enumerate(spans)
-    ]
-    return "\n".join([*lines, f"Chosen, as the fastest at its size: {', '.join(chosen)}."])
+        cells = []
+        for size, measured, modelled in zip(choice.sizes, times, model, strict=True):
+            prediction = "" if modelled is None else f" ({1e3 * modelled:.3g})"
+            cells.append(f"{_bytes(size)} {1e3 * measured:.3g}{prediction}")
+        lines.append(f"  {describe(f)}: {', '.join(cells)}")
+    chosen = []
+    for f, sizes in itertools.groupby([2**k for k in range(2, 31)], key=choice.fastest):
+        smallest = f" from {_bytes(next(sizes))}" if chosen else ""
+        chosen.append(f"{describe(f)}{smallest}")
+    lines.append(f"Chosen, as the fastest at its size: {', '.join(chosen)}.")
+    return "\n".join(lines)
 
 
 def _bytes(count: int) -> str:
@@ -328,11 +348,9 @@ def _bytes(count: int) -> str:
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
-    return (
-        tuple(mesh.shape[name] for name in axis_name)
-        if isinstance(axis_name, tuple)
-        else mesh.shape[axis_name]
-    )
+    if isinstance(axis_name, tuple):
+        return tuple(mesh.shape[name] for name in axis_name)
+    return mesh.shape[axis_name]
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:

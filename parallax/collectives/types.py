@@ -73,8 +73,10 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """
 
     def leaf(x):
+        # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
+        # `lax.pcast` refuses an axis along which the value varies already.
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
         _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x
@@ -122,6 +124,7 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
 
 def _terms_type(x, *, axis):
+    # `mat` is JAX's manual axis type, which `jax.typeof` shows and no public function makes.
     mat = x.mat
     unreduced = mat.unreduced - {axis}
     terms = type(mat)(varying=mat.varying | {axis}, unreduced=unreduced, reduced=mat.reduced)
@@ -207,6 +210,7 @@ def _replicated_type(x, *, axes):
         raise TypeError(type_error) from error
 
 
+# A declaration and no operation: its lowering returns its operand, so it is in no program.
 replicated_p = Primitive("replicated")
 replicated_p.def_impl(lambda x, *, axes: x)
 replicated_p.def_abstract_eval(_replicated_type)
@@ -243,6 +247,7 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
         check_vma: as in that `shard_map`.
     """
     x: Any = eqn.invars[0].aval
+    # `eval_shape` gives no jaxpr of the inside of a map, so the body itself leaves it here.
     programs = []
 
     def body():
@@ -268,6 +273,7 @@ def _linear_impl(x, *, forward, backward, name):
 
 
 def _linear_type(x, *, forward, backward, name):
+    # Traced to find the type: the replication type of a collective follows from its operations.
     return jax.make_jaxpr(forward)(x).out_avals[0]
 
 
@@ -277,6 +283,7 @@ def _linear_transpose(ct, x, *, forward, backward, name):
 
 def _batched(arguments, dims, *, forward, backward, name):
     (x,), (dim,) = arguments, dims
+    # The cotangent comes with its batch dim in front, and must leave with that of the operand.
     forward, backward = jax.vmap(forward, in_axes=dim), jax.vmap(backward, out_axes=dim)
     return linear_p.bind(x, forward=forward, backward=backward, name=name), 0
 
@@ -314,6 +321,7 @@ def linear_collective(
 
         return typed
 
+    # JAX's types demand this pair: the cotangent of an unreduced value is reduced.
     unreduced = any(axis in axes(axis_name) for axis in reduction_state(x))
     transposed_state = "reduced" if unreduced else "varying"
     return linear(

@@ -1,19 +1,20 @@
-"""Context parallelism: the tokens of long sequences are split over an axis, and attention goes
-round it.
+"""Context parallelism: attention over long sequences whose tokens are split over an axis.
 
     attend = functools.partial(context.attention, axis=ring("context"))
     out = attend(q, k, v)               # [B, T_X, H, K]: this device's tokens, in zigzag order
 
-What stands between the attentions of a decoder works on each token by itself. Its attention alone
-needs all tokens: `attention` sends keys and values round, `ulysses` goes from tokens to heads and
+Only the attention of a decoder needs all tokens; its other layers work on each token by itself.
+`attention` sends keys and values from device to device, `ulysses` exchanges tokens for heads and
 back, `gathered` gathers keys and values. All three are called as `attend(q, k, v)`, with
-`segments=` where documents are packed into one sequence.
+`segments=` if documents are packed into one sequence.
 """
 
 from parallax.context.checks import must_communicate
-from parallax.context.hops import attention
+from parallax.context.gathered_keys import gathered
+from parallax.context.head_exchange import ulysses
 from parallax.context.kernels import TILED, Kernel, merge_softmax, tiled
 from parallax.context.layers import causal_attention, comms
+from parallax.context.one_device import blockwise
 from parallax.context.orders import (
     BlockPairs,
     ChunkOrder,
@@ -26,7 +27,7 @@ from parallax.context.orders import (
     unsplit,
     zigzag,
 )
-from parallax.context.others import blockwise, gathered, ulysses
+from parallax.context.ring import attention
 
 __all__ = [
     "TILED",

@@ -1,4 +1,4 @@
-"""What attention over split tokens refuses."""
+"""The checks of attention over split tokens."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,22 +14,15 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-MOVES = (
-    "ppermute",
-    "all_to_all",
-    "ragged_all_to_all",
-    "all_gather",
-    "reduce_scatter",
-    "psum",
-)  # first parts of their names
+# The first parts of the names of primitives that send
+_SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """`layers`, a function of a model's blocks, refused when it is traced where it sends nothing
-    along `axis`.
+    """Returns `layers`, which raises an error when it is traced and sends nothing along `axis`.
 
-    Each device of `axis` has some of the tokens. Attention that does not go over the axis would see
-    those alone, and train another model without a word. The function is traced once more to see it.
+    Each device of `axis` has some of the tokens. Attention that sends nothing would see only those,
+    and silently train another model. The function is traced once more to find that out.
     """
     names = set(axes(Axis.of(axis).names))
 
@@ -40,7 +33,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
             raise ValueError(
                 f"context: the layers send nothing along {sorted(names)}, which splits their "
                 "tokens, so that a token would see those of its own device alone. Attend by "
-                "comms.wrap_attention(attend)(q, k, v), or take a layout without context."
+                "comms.wrap_attention(attend)(q, k, v), or use a layout without context."
             )
         return layers(*arguments)
 
@@ -50,16 +43,17 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
 ) -> None:
-    """Raise `ValueError` where `attend` is told the places of queries and keys and masks by counts
-    of its own.
+    """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
 
-    It is traced to see it: no result depends on `positions`, and two counts are compared. Attention
-    to all tokens compares none.
+    It is traced to find that out: no result depends on `positions`, and two counts are compared.
+    Attention to all tokens compares none.
     """
     positions = known["positions"]
-    program = jax.make_jaxpr(lambda positions: attend(*arrays, **known | {"positions": positions}))(
-        positions
-    )
+
+    def of_positions(positions):
+        return attend(*arrays, **known | {"positions": positions})
+
+    program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
     if not (_reached(opened, {*opened.invars}) & set(opened.outvars)) and _compares_counts(
         opened, {}
@@ -73,7 +67,7 @@ def check_places(
 
 
 def _reached(program: Any, start: set[Any]) -> set[Any]:
-    """The variables of `start`, and those that depend on them."""
+    """Returns the variables of `start`, and those that depend on them."""
     reached = set(start)
     for eqn in program.eqns:
         if any(not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars):
@@ -82,8 +76,9 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 
 
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
-    """Whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does; `counts`
-    are those of its arguments.
+    """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
+
+    `counts` are those of its arguments.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -91,19 +86,19 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
             frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
             for atom in eqn.invars
         ]
-        found = frozenset().union(*operands)
+        joined = frozenset().union(*operands)
         inner = jaxprs.called(eqn)
-        if len(found) > 1 and eqn.primitive.name in ("lt", "le", "gt", "ge"):
+        name = eqn.primitive.name
+        if len(joined) > 1 and name in ("lt", "le", "gt", "ge"):
             return True
-        if inner is not None and _compares_counts(
-            inner, dict(zip(inner.invars, operands, strict=True))
-        ):
-            return True
-        if eqn.primitive.name == "iota" or (
-            found and eqn.primitive.name in ("broadcast_in_dim", "reshape")
-        ):
-            found = frozenset({id(eqn)})  # laid along another dim it is another count
-        counts |= dict.fromkeys(eqn.outvars, found)
+        if inner is not None:
+            arguments = dict(zip(inner.invars, operands, strict=True))
+            if _compares_counts(inner, arguments):
+                return True
+        # A count that is laid along another dim is another count.
+        if name == "iota" or (joined and name in ("broadcast_in_dim", "reshape")):
+            joined = frozenset({id(eqn)})
+        counts |= dict.fromkeys(eqn.outvars, joined)
     return False
 
 
@@ -190,30 +185,30 @@ def _is_causal(table: np.ndarray) -> bool:
 
 
 def _equations(program: Any) -> Iterator[Any]:
-    """Each equation of a program, and of what our collectives in it are made of."""
+    """Yields each equation of a program, and of the collectives of this library in it."""
     for eqn in jaxprs.every(program):
         yield eqn
         if eqn.primitive.name == "linear_collective":
-            yield from _equations(
-                jaxprs.opened(jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars)))
-            )
+            forward = jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars))
+            yield from _equations(jaxprs.opened(forward))
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:
-    """Whether an equation sends something along these axes alone: what gathers weights (ZeRO-3)
-    does so along data as well.
+    """Returns whether an equation sends something along no axes but these.
+
+    A gather of weights (ZeRO-3) may go over them and the data axis, and is no attention.
     """
-    if not eqn.primitive.name.startswith(MOVES):
+    if not eqn.primitive.name.startswith(_SENDS):
         return False
     along = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-    found = set(along) if isinstance(along, tuple) else {along}
-    return bool(found) and found <= names
+    sent_along = set(along) if isinstance(along, tuple) else {along}
+    return bool(sent_along) and sent_along <= names
 
 
 def check_attention(
     q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int, heads: tuple[int, int] | None
 ) -> None:
-    """Raise `ValueError` where heads, tokens or segments do not fit."""
+    """Raises `ValueError` if heads, tokens or segments do not fit."""
     check_heads("context.attention", q, k, v, heads)
     n, tokens = axis.size(), q.shape[1]
     if k.shape[1] != tokens:
@@ -226,7 +221,7 @@ def check_attention(
         above = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
             f"context.attention: the {tokens} tokens of a device must divide by its {chunks} "
-            f"chunks: {tokens * n} tokens over {n} devices. Take sequences of {above * n} tokens, "
+            f"chunks: {tokens * n} tokens over {n} devices. Use sequences of {above * n} tokens, "
             "or order=context.contiguous."
         )
     if segments is not None:
@@ -234,7 +229,7 @@ def check_attention(
 
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` where `segments` are not a whole number for each token."""
+    """Raises `ValueError` if `segments` are not a whole number for each token."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
@@ -244,8 +239,9 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None) -> None:
-    """Raise `ValueError` where heads of queries and keys do not fit one another, those of the
-    model, or where they are split.
+    """Raises `ValueError` if the heads of queries and keys do not fit each other.
+
+    They must fit the `heads` of the whole model, and the axes over which it splits them.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -263,15 +259,19 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
             f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of "
             "these queries."
         )
-    over = sorted(set(varying_axes(q)) - set(varying_axes(k)))
-    if over and G > 1:
+    q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
+    if q_axes and G > 1:
         raise ValueError(
-            f"{name}: q, of {H} heads, differs along {over}, and k, of {G}, is the same there: "
-            f"where heads are split over {over}, pick the keys of these queries, and where they "
+            f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G}, is the same there: "
+            f"where heads are split over {q_axes}, pick the keys of these queries, and where they "
             "are not, pass k and v through lax.pcast(..., to='varying')."
         )
-    if heads is None:
-        return
+    if heads is not None:
+        _check_heads_of_model(name, H, G, heads)
+
+
+def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
+    """Raises `ValueError` if a device has other heads of keys than its queries need."""
     whole, groups = heads
     if whole % groups or whole % H:
         raise ValueError(
@@ -279,14 +279,11 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
             f"the second, and of the {H} heads of queries that a device has; got ({whole}, "
             f"{groups})."
         )
-    each = whole // groups
-    needed = max(1, H // each)
-    if needed != G or (H % each and each % H):
-        fit = (
-            f"needs {needed} of the {groups} of keys"
-            if not (H % each and each % H)
-            else "cuts a group in two"
-        )
+    group = whole // groups  # heads of queries that share a head of keys
+    needed = max(1, H // group)
+    cuts_a_group = H % group and group % H
+    if needed != G or cuts_a_group:
+        fit = "cuts a group in two" if cuts_a_group else f"needs {needed} of the {groups} of keys"
         raise ValueError(
             f"{name}: a device with {H} of {whole} heads of queries, an axis of {whole // H} "
             f"devices, {fit}; k has {G}. Pick the keys of this device's queries."

@@ -1,10 +1,9 @@
-"""Attention on one device, a tile of scores at a time: [T, T] scores never exist, and memory is
-linear in T.
+"""Attention on one device, one tile of scores at a time, with memory linear in T.
 
-Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width. Beside its
-output a kernel gives the logarithm of the sum of each query's exponentials, over the keys that it
-saw. By those, outputs over different keys are merged (`merged`), and the backward pass makes the
-weights again.
+Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width. A kernel
+returns its output and the log-sum-exp of each query's scores over the keys that it saw.
+`merge_softmax` merges outputs over different keys by them, and the backward pass recomputes the
+weights from them.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """
@@ -13,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -26,20 +24,20 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 
 
 class Kernel(NamedTuple):
-    """Who computes a block of attention: two functions, which need not be differentiable.
+    """Two functions that compute a block of attention; they need not be differentiable.
 
-    Both take `causal=`, whether query t sees keys 0 to t alone; `segments=`, numbers of the
-    documents [B, T] and [B, S] of which only equal ones see each other, or None; and `positions=`,
-    [T] and [S], which say in `causal`'s place what is not later, or None. `attention` gives no
-    positions, so what depends on them, a window or ALiBi, is no kernel: see `gathered`. Results are
-    float32 or wider.
+    Both take `causal=`, whether query t sees only keys 0 to t; `segments=`, the numbers of the
+    documents [B, T] and [B, S], of which only equal ones see each other, or None; and `positions=`,
+    [T] and [S], which replace the counts of `causal`, or None. `attention` passes no positions, so
+    a window or ALiBi, which depend on them, are no kernels: see `gathered`. Results are float32 or
+    wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees nothing has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, where
-            `out` and `lse` are over all. A query with an `lse` of infinity has no weight on any.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, with
+            `out` and `lse` over all keys. A query with an `lse` of infinity gives no weight.
     """
 
     forward: Callable[..., Any]
@@ -47,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def tiled(block: int = 512) -> Kernel:
-    """A kernel of `block` queries by `block` keys at a time, of plain JAX: it holds B H `block`^2
+    """Returns a kernel in plain JAX of `block` queries by `block` keys: it holds B H `block`^2
     scores.
     """
     if block < 1:
@@ -63,18 +61,25 @@ def merge_softmax(
     more: Float[Array, "*rows head_width"],
     more_lse: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
-    """Output and log-sum-exp over both of two sets of keys, from those over each."""
+    """Returns the output and log-sum-exp over two sets of keys, from those over each."""
     both = jnp.logaddexp(lse, more_lse)
+    # A query that saw no key has minus infinity in both, and minus infinity less itself is nan.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
     return out * jnp.exp(lse - shift)[..., None] + more * jnp.exp(more_lse - shift)[..., None], both
 
 
 class _Tile(NamedTuple):
-    """What decides who sees whom, of the tokens of a tile: each None where it decides nothing."""
+    """The marks of a tile's tokens that decide which keys a query sees; None: it decides nothing.
+
+    Attributes:
+        positions: the place of each token.
+        segments: the document of each token.
+        is_token: whether it is a token, and does not only fill up the tile.
+    """
 
     positions: Any
     segments: Any
-    there: Any
+    is_token: Any
 
 
 def _forward(
@@ -89,7 +94,7 @@ def _forward(
 ):
     B, T, H, K = q.shape
     parts, others = _tiles((q,), (k, v), causal, segments, positions, block)
-    dtype, alike = accumulation_dtype(q.dtype), lambda x: varying(x, varying_axes(q))
+    dtype = accumulation_dtype(q.dtype)
 
     def queries(_, part):
         (q,), mine = part
@@ -99,24 +104,19 @@ def _forward(
             (peak, total, out), ((k, v), theirs) = carry, part
             scores = _scores(q, k, mine, theirs)
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
+            # A query that has seen no key yet has minus infinity, of which the difference is nan.
             shift = jnp.where(higher == -jnp.inf, jnp.zeros((), dtype), higher)
             weights, shrink = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
-            out = out * shrink[..., None] + _product(
-                "bgrts,bsgk->bgrtk", weights.astype(v.dtype), v
-            )
+            term = _product("bgrts,bsgk->bgrtk", weights.astype(v.dtype), v)
+            out = out * shrink[..., None] + term
             return (higher, total * shrink + jnp.sum(weights, axis=-1), out), None
 
-        start = (
-            jnp.full(rows, -jnp.inf, dtype),
-            jnp.zeros(rows, dtype),
-            jnp.zeros((*rows, K), dtype),
-        )
-        (peak, total, out), _ = lax.scan(keys, alike(start), others)
-        there = jnp.where(total > 0, total, jnp.ones((), dtype))
-        return None, (
-            jnp.moveaxis(out / there[..., None], 3, 1),
-            jnp.moveaxis(peak + jnp.log(there), 3, 1),
-        )
+        peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+        start = peak, total, jnp.zeros((*rows, K), dtype)
+        (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), others)
+        divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
+        out, lse = out / divisor[..., None], peak + jnp.log(divisor)
+        return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
 
     _, (out, lse) = lax.scan(queries, None, parts)
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
@@ -136,8 +136,8 @@ def _backward(
     block: int,
 ):
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
-    alike = lambda x: varying(x, varying_axes(q))
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # who saw nothing gives no gradient
+    # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     mean = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
     parts, others = _tiles((q, ct, lse, mean), (k, v), causal, segments, positions, block)
 
@@ -149,94 +149,97 @@ def _backward(
             (dq, *sums), (j, ((k, v), theirs)) = carry, part
             weights = jnp.exp(_scores(q, k, mine, theirs) - lse)
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
-            errors, weights = (
-                (errors * q.shape[-1] ** -0.5).astype(q.dtype),
-                weights.astype(ct.dtype),
-            )
-            terms = (
-                _product("bgrts,btgrk->bsgk", errors, q),
-                _product("bgrts,btgrk->bsgk", weights, ct),
-            )
+            errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
+            dk = _product("bgrts,btgrk->bsgk", errors, q)
+            dv = _product("bgrts,btgrk->bsgk", weights.astype(ct.dtype), ct)
             dq += _product("bgrts,bsgk->btgrk", errors, k)
-            return (dq, *(x.at[j].add(term) for x, term in zip(sums, terms, strict=True))), None
+            dk_sum, dv_sum = sums
+            return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
         tiles = jnp.arange(len(others[0][0]), dtype=jnp.int32)
-        (dq, *sums), _ = lax.scan(keys, (alike(jnp.zeros(q.shape, dtype)), *sums), (tiles, others))
+        dq = varying(jnp.zeros(q.shape, dtype), axes)
+        (dq, *sums), _ = lax.scan(keys, (dq, *sums), (tiles, others))
         return tuple(sums), dq
 
-    zeros = alike(tuple(jnp.zeros(x.shape, dtype) for x in others[0]))
+    axes = varying_axes(q)
+    zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in others[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, parts)
     return _whole(dq, T).reshape(*q.shape), _whole(dk, S), _whole(dv, S)
 
 
 def _scores(q, k, mine: _Tile, theirs: _Tile):
-    """q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s], and minus infinity where a query does not
-    see a key.
+    """Returns q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s].
+
+    It is minus infinity where a query does not see a key.
     """
     scores = _product("btgrk,bsgk->bgrts", q, k) * q.shape[-1] ** -0.5
     seen = []
-    if theirs.there is not None:
-        seen.append(theirs.there[None, None, :])
+    if theirs.is_token is not None:
+        seen.append(theirs.is_token[None, None, :])
     if mine.positions is not None:
         seen.append(theirs.positions[None, None, :] <= mine.positions[None, :, None])
     if mine.segments is not None:
         seen.append(theirs.segments[:, None, :] == mine.segments[:, :, None])
     if not seen:
         return scores
-    return jnp.where(
-        functools.reduce(jnp.logical_and, seen)[:, None, None],
-        scores,
-        jnp.full((), -jnp.inf, scores.dtype),
-    )
+    is_seen = functools.reduce(jnp.logical_and, seen)[:, None, None]
+    return jnp.where(is_seen, scores, jnp.full((), -jnp.inf, scores.dtype))
 
 
 def _product(terms: str, x, y):
-    """The product of two arrays of one type, its sums float32 or wider."""
+    """Returns the product of two arrays of one type, with sums in float32 or wider."""
     return jnp.einsum(terms, x, y, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _tiles(
     of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int
 ):
-    """Both sides in tiles of equal size, at most `block`: arrays and marks with a first dim of
-    tiles. Zeros fill the last one.
+    """Returns queries and keys in tiles of equal size, at most `block`.
 
-    Of the queries, the dim of heads becomes [G, H / G].
+    Arrays and marks have a first dim of tiles, the last of which is filled up with zeros. The
+    queries' dim of heads becomes [G, H / G].
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
         positions = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
-    mine, theirs = (positions[0], positions[1]) if positions is not None else (None, None)
-    ours, others = segments if segments is not None else (None, None)
-    # Masks of constants alone, where layers are a scan, JAX would compute before it, for all tiles,
-    # and keep: H T^2 of them.
-    _, mine, ours = lax.optimization_barrier((of_queries[0], mine, ours))
-    there = jnp.arange(S) < S if S % _size(S, block) else None
+    q_positions, k_positions = (None, None) if positions is None else positions
+    q_segments, k_segments = (None, None) if segments is None else segments
+    # JAX would compute masks of constants before a scan over layers, for all tiles, and keep them:
+    # H T^2 numbers. The barrier makes them depend on the queries.
+    _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
+    # Padding of keys is masked; a query that is padding is cut off at the end.
+    is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
-    cut = lambda length, tree, dim: jax.tree.map(lambda x: _cut(x, _size(length, block), dim), tree)
-    marks = lambda length, position, segment, there: _Tile(
-        cut(length, position, 0), cut(length, segment, 1), cut(length, there, 0)
-    )
+    q_size, k_size = _size(T, block), _size(S, block)
+    q_marks = _marks(q_size, q_positions, q_segments, None)
+    k_marks = _marks(k_size, k_positions, k_segments, is_token)
     return (
-        (tuple(cut(T, grouped, 1)), marks(T, mine, ours, None)),
-        (cut(S, of_keys, 1), marks(S, theirs, others, there)),
+        (tuple(_cut(x, q_size, 1) for x in grouped), q_marks),
+        (tuple(_cut(x, k_size, 1) for x in of_keys), k_marks),
     )
+
+
+def _marks(size: int, positions, segments, is_token) -> _Tile:
+    """Returns the marks of all tokens in tiles of `size`."""
+    marks = ((positions, 0), (segments, 1), (is_token, 0))
+    return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))
 
 
 def _size(length: int, block: int) -> int:
-    """The size of a tile when the length is cut into the fewest equal tiles of at most `block`."""
+    """Returns the size of the fewest equal tiles of at most `block` tokens."""
     return -(-length // -(-length // block))
 
 
 def _cut(x, size: int, dim: int):
-    """`x` in tiles of `size` along `dim`: a first dim of tiles."""
-    padding = [(0, -x.shape[dim] % size if each == dim else 0) for each in range(x.ndim)]
+    """Returns `x` in tiles of `size` along `dim`, with a first dim of tiles."""
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, -x.shape[dim] % size)
     x = jnp.pad(x, padding)
     return jnp.moveaxis(x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :]), dim, 0)
 
 
 def _whole(x, length: int):
-    """The first `length` tokens of tiles [tiles, B, t, ...] as [B, T, ...]."""
+    """Returns the first `length` tokens of tiles [tiles, B, t, ...] as [B, T, ...]."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 

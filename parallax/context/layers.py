@@ -1,6 +1,4 @@
-"""A decoder's layers with its tokens split over an axis: the joins of tensor or sequence
-parallelism, over fewer tokens.
-"""
+"""The communication of a decoder's layers whose tokens are split over an axis."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +6,8 @@ from typing import Any
 
 from parallax import tensor
 from parallax.collectives import Axis, AxisLike, combined_axis
-from parallax.context.hops import attention
 from parallax.context.orders import ChunkOrder, local_tokens, zigzag
+from parallax.context.ring import attention
 from parallax.tensor import Comms
 
 
@@ -22,12 +20,11 @@ def comms(
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     order: ChunkOrder = zigzag,
 ) -> Comms:
-    """`inner(axis, shared=shared)`, with the tokens of each sequence split over `context` before
-    anything else is.
+    """Returns `inner(axis, shared=shared)`, with the tokens of each sequence split over `context`.
 
-    A model that takes it is given whole windows on each device of `context`, embeds its own tokens
-    of them, attends over all, and returns the mean loss of its own tokens; `grads.averaged(grad,
-    ("data", "context"))` makes the mean over all of that.
+    Give a model whole windows on each device of `context`. It embeds its own tokens of them,
+    attends over all, and returns the mean loss of its own tokens. `grads.averaged(grad, ("data",
+    "context"))` takes the mean over all tokens.
 
     Args:
         axis: the axis that the layers are split over.
@@ -35,28 +32,31 @@ def comms(
         shared: the axes that share the vocabulary, as in `tensor.comms`.
         inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between
             the layers.
-        around: from a model's attention function to the one that attends over the context, such as
-            `lambda attend: context.ulysses(attend, "context")`; by default `attention`, round the
-                ring.
-        order: where the tokens live.
+        around: takes a model's attention function and returns one that attends over the context,
+            such as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
+        order: the places of the tokens on the devices.
 
-    What is joined raises `ValueError` for tokens that do not divide into the chunks of `order`.
+    The functions raise `ValueError` for tokens that do not divide into the chunks of `order`.
     """
-    made, over = inner(axis, shared=shared), Axis.of(context)
-    mine = partial(local_tokens, axis=over, order=order)
-    ring = partial(attention, axis=over, order=order)
-    return made._replace(
-        local_tokens=lambda x, dim: made.local_tokens(mine(x, dim=dim), dim),
-        token_shards=made.token_shards * over.size(),
-        context_tokens=lambda x, dim: mine(x, dim=dim),
+    inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
+    ring = partial(attention, axis=context_axis, order=order)
+
+    def context_tokens(x, dim):
+        return local_tokens(x, context_axis, order=order, dim=dim)
+
+    def inner_tokens(x, dim):
+        return inner_comms.local_tokens(context_tokens(x, dim), dim)
+
+    return inner_comms._replace(
+        local_tokens=inner_tokens,
+        token_shards=inner_comms.token_shards * context_axis.size(),
+        context_tokens=context_tokens,
         wrap_attention=around or (lambda attend: ring),
-        context_shards=over.size(),
-        over_tokens=combined_axis(over, made.over_tokens),
+        context_shards=context_axis.size(),
+        over_tokens=combined_axis(context_axis, inner_comms.over_tokens),
     )
 
 
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """`attention` over `axis` in the place of `attend`, which is softmax(q k^T / sqrt(K)) v of each
-    token and those before it.
-    """
+    """Returns `attention` over `axis`, in place of causal softmax attention `attend`."""
     return partial(attention, axis=axis)

@@ -1,8 +1,8 @@
-"""Which tokens each device holds, and which blocks of scores it computes: checked tables.
+"""Checked tables of the tokens of each device, and of the blocks of scores that it computes.
 
-An order says which of a sequence's equal chunks each device holds. Causal attention needs the pairs
-of chunks in which the query's is not before the key's. `block_pairs` lists them hop by hop, as many
-for each device: the table that runs is the table that counts the work.
+An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of chunks in
+which the query's is not before the key's. `block_pairs` lists them hop by hop, as many for each
+device: the table that runs is the table that counts the work.
 """
 
 import itertools
@@ -20,8 +20,7 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Device i holds chunks i and 2n - 1 - i of 2n: an early one and a late one, so that all have
-    the same to do.
+    """Device i holds chunks i and 2n - 1 - i of 2n, so that all devices have equal work.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -34,36 +33,32 @@ def contiguous(n: int) -> list[list[int]]:
 
 
 def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
-    """The table of `order` for n devices: [n, chunks of a device].
+    """Returns the table of `order` for n devices: [n, chunks of a device].
 
     Raises:
         ValueError: a chunk is missing or held twice, or the devices hold different numbers of
             chunks.
     """
-    held = [list(map(int, chunks)) for chunks in order(n)]
-    counts = {len(chunks) for chunks in held}
-    if (
-        len(held) != n
-        or len(counts) != 1
-        or sorted(itertools.chain(*held)) != list(range(sum(map(len, held))))
-    ):
+    table = [list(map(int, chunks)) for chunks in order(n)]
+    counts = {len(chunks) for chunks in table}
+    numbers = sorted(itertools.chain(*table))
+    if len(table) != n or len(counts) != 1 or numbers != list(range(len(numbers))):
         raise ValueError(
-            f"An order needs each chunk once, and as many on each of {n} devices; got {held}. Take "
+            f"An order needs each chunk once, and as many on each of {n} devices; got {table}. Use "
             "context.zigzag, or correct it."
         )
-    return np.array(held, dtype=np.int32)
+    return np.array(table, dtype=np.int32)
 
 
 class BlockPairs(NamedTuple):
-    """What each device computes: blocks of scores, by chunks of its own queries and of the keys
-    that a hop brought.
+    """The blocks of scores of each device, by the chunks of its queries and of the keys of a hop.
 
     Attributes:
         chunks: c, the chunks of a device.
         own: [n, pairs, 3], the pairs (query's chunk, key's chunk, 1) of its own keys, without the c
             diagonal ones.
-        hops: [n - 1, n, pairs, 3], hop by hop, likewise; a pair whose third number is 0 is computed
-            and left out.
+        hops: [n - 1, n, pairs, 3], the same for each hop; a pair whose third number is 0 is
+            computed and left out.
     """
 
     chunks: int
@@ -72,33 +67,33 @@ class BlockPairs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks that each device computes, of (T / (c n))^2 scores."""
+        """The number of blocks that each device computes, of (T / (c n))^2 scores."""
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """The table of n devices: in hop h device i has the keys of device i - h.
+    """Returns the table of n devices: in hop h device i has the keys of device i - h.
 
     In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous`
-    order n of (T/n)^2, twice what is needed. Raises `ValueError` as `chunk_table` does.
+    order n of (T/n)^2, twice what is needed. Raises the errors of `chunk_table`.
     """
     # Without a mask all chunks of a device are one: every query sees every key.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = chunks.shape[1]
 
     def visible_pairs(i, j):
-        """Lists (a, b, 1): device i's query chunk a sees all of device j's key chunk b."""
+        """Returns (a, b, 1) if device i's query chunk a sees all of device j's key chunk b."""
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
-    own = [visible_pairs(i, i) if causal else [] for i in range(n)]
+    local = [visible_pairs(i, i) if causal else [] for i in range(n)]
     hops = [[visible_pairs(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
     # All devices compute as many pairs in a hop, so that no conditional is needed.
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
     return BlockPairs(
         c,
-        np.array(own, dtype=np.int32).reshape(n, c * (c - 1) // 2, 3),
+        np.array(local, dtype=np.int32).reshape(n, c * (c - 1) // 2, 3),
         np.array(padded, dtype=np.int32).reshape(n - 1, n, most, 3),
     )
 
@@ -106,11 +101,10 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
 def split(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """The tokens of whole sequences in the order in which `devices` hold them: `P(None, "context")`
-    then gives each its own.
+    """Returns whole sequences in the order in which `devices` hold their tokens.
 
-    The tokens are dim `dim` of `x`. Targets are split as their inputs are: `split(windows[:, :-1],
-    n)` beside `split(windows[:, 1:], n)`.
+    The spec `P(None, "context")` then gives each device its tokens, which are dim `dim` of `x`.
+    Split targets as their inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -122,15 +116,15 @@ def split(
 def unsplit(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """The inverse of `split`: the tokens in the order of the sequence. Raises as it does."""
+    """Returns the inverse of `split`: the tokens in the order of the sequence."""
     x, table = jnp.asarray(x), chunk_table(order, devices)
     return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """The places in its sequence of the `tokens` that this device holds, int32.
+    """Returns the places of this device's `tokens` in their sequence, int32.
 
-    Raises `ValueError` as `split` does.
+    Raises the errors of `split`.
     """
     axis = Axis.of(axis)
     n = axis.size()
@@ -140,9 +134,9 @@ def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int
 def local_tokens(
     x: Shaped[Array, "..."], axis: AxisLike, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """What of `x`, which has all tokens of its sequences, belongs to this device's tokens.
+    """Returns the part of `x`, which has whole sequences, of this device's tokens.
 
-    Nothing moves.
+    Nothing is sent.
 
     Raises:
         ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
@@ -150,27 +144,26 @@ def local_tokens(
     axis = Axis.of(axis)
     table = chunk_table(order, axis.size())
     size = _chunk(x.shape[dim], table)
-    mine = jnp.asarray(table)[axis.index()]
+    chunks = jnp.asarray(table)[axis.index()]
     parts = [
-        lax.dynamic_slice_in_dim(x, mine[chunk] * size, size, dim)
-        for chunk in range(table.shape[1])
+        lax.dynamic_slice_in_dim(x, chunks[c] * size, size, dim) for c in range(table.shape[1])
     ]
     return jnp.concatenate(parts, axis=dim)
 
 
 def places(tokens: int, table: np.ndarray) -> np.ndarray:
-    """The places of each device's tokens: [n, tokens of a device]."""
+    """Returns the places of each device's tokens: [n, tokens of a device]."""
     size = _chunk(tokens, table)
     return (table[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(table), -1)
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """The tokens of a chunk."""
+    """Returns the number of tokens of a chunk."""
     n, c = table.shape
     if tokens % (n * c):
         above = -(-tokens // (n * c)) * n * c
         raise ValueError(
             f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. "
-            f"Take sequences of {above} tokens, or another order."
+            f"Use sequences of {above} tokens, or another order."
         )
     return tokens // (n * c)

@@ -6,10 +6,10 @@ dropped is counted; by default nothing is.
 """
 
 from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged
+from parallax.experts.grouped_rows import ExpertCompute, grouped
 from parallax.experts.layers import comms
 from parallax.experts.mixture import Gated, Mixture, moe
 from parallax.experts.router import Router, Routing, Statistics, rebalanced, statistics, top_k
-from parallax.experts.rows import ExpertCompute, grouped
 
 __all__ = [
     "BytesSent",

@@ -1,4 +1,4 @@
-"""How tokens come to their experts, which are split over an axis, and how results come back.
+"""Brings tokens to their experts, which are split over an axis, and the results back.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message.
@@ -7,8 +7,8 @@ width, C rows of a message.
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
-in numbers that a device sends, twice that with the backward pass. So the all-to-all pays where c k
-< n.
+in numbers that a device sends in one forward pass; the backward pass sends as many. So the
+all-to-all is cheaper where c k < n.
 """
 
 import math
@@ -24,20 +24,20 @@ from parallax.collectives import Axis
 from parallax.collectives.axis import xla
 from parallax.collectives.types import axes
 
-Local = Callable[
-    [Array, Array, Array, Array], Array
-]  # `Compute` of this device's experts: of (x, source, ids, weights)
+# `ExpertCompute` of this device's experts, of (x, source, ids, weights)
+LocalExperts = Callable[[Array, Array, Array, Array], Array]
 
 
 class BytesSent(NamedTuple):
-    """Bytes that a device sends in one forward pass; the backward pass sends the same again, but
-    for `ids`.
+    """The bytes that a device sends in one forward pass.
+
+    The backward pass sends the same again, except for `ids`.
 
     Attributes:
-        out: of tokens, to the experts.
-        back: of results.
-        ids: of the experts' numbers.
-        weights: of the weights, where they travel.
+        out: the bytes of tokens, to the experts.
+        back: the bytes of results.
+        ids: the bytes of the experts' numbers.
+        weights: the bytes of the weights, for a dispatch that sends them.
     """
 
     out: int
@@ -55,31 +55,32 @@ class Dispatch(Protocol):
         x: Float[Array, "tokens width"],
         ids: Int[Array, "tokens k"],
         weights: Float[Array, "tokens k"],
-        compute: Local,
+        compute: LocalExperts,
         axis: Axis,
-        held: int,
+        local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """For each token the sum of weight times result over its experts, and how many choices of
-        these tokens were dropped.
+        """Returns each token's sum of weight times result, and the number of dropped choices.
 
-        Device i of the axis holds the experts from i * held on.
+        Device i of the axis holds the experts from i * local_experts on.
         """
         ...
 
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """The bytes that a device sends for `tokens` tokens of its own; `itemsize` is a number's,
-        in bytes.
+        """Returns the bytes that a device sends for its own `tokens` tokens.
+
+        `itemsize` is the size of a number in bytes.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Each device has all tokens, runs its own experts on those that chose them, and the sums are
-    scattered. Exact, dropless.
+    """Gathers all tokens on each device, which runs its own experts, and scatters the sums.
+
+    It is exact and drops nothing.
     """
 
     def __call__(
@@ -87,17 +88,18 @@ class Gathered:
         x: Float[Array, "tokens width"],
         ids: Int[Array, "tokens k"],
         weights: Float[Array, "tokens k"],
-        compute: Local,
+        compute: LocalExperts,
         axis: Axis,
-        held: int,
+        local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """As `Dispatch`."""
-        everywhere = lambda a: axis.all_gather(a, axis=0, tiled=True)
-        x, ids, weights = everywhere(x), everywhere(ids), everywhere(weights)
+        x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
-        own = ids.reshape(-1) - axis.index() * held
-        y = compute(x, source, jnp.where((own >= 0) & (own < held), own, held), weights.reshape(-1))
+        number = ids.reshape(-1) - axis.index() * local_experts
+        # A number of `local_experts` stands for an expert of another device, which is not run.
+        is_local = (number >= 0) & (number < local_experts)
+        y = compute(x, source, jnp.where(is_local, number, local_experts), weights.reshape(-1))
         return axis.reduce_scatter(y, scatter_dimension=0, tiled=True), jnp.zeros((), jnp.int32)
 
     def sent(
@@ -115,13 +117,12 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Each device sends each chosen token to its expert's device, C rows to each: an all-to-all of
-    static size, and one back.
+    """Sends each token to its experts' devices by an all-to-all of C rows to each, and back.
 
-    C is `capacity` times the mean, k T / n, rounded up: with `math.inf` as many as there can be,
-    and nothing is dropped. Where more tokens want one device, first choices go before second ones,
-    and then the earlier token. A choice that finds no room adds nothing to the layer's result, so
-    the residual alone carries the token past it.
+    C is `capacity` times the mean, k T / n, rounded up. With `math.inf` it is the largest possible
+    number, and nothing is dropped. If more choices want one device, first choices go before second
+    choices, and then earlier tokens before later ones. A dropped choice adds nothing to the layer's
+    result, so the token passes the layer by the residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -137,31 +138,36 @@ class exchanged:
         x: Float[Array, "tokens width"],
         ids: Int[Array, "tokens k"],
         weights: Float[Array, "tokens k"],
-        compute: Local,
+        compute: LocalExperts,
         axis: Axis,
-        held: int,
+        local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """As `Dispatch`."""
         n = axis.size()
-        room = self.room(len(ids), ids.shape[1], held, n)
-        wanted = _wanted(ids, held, n)
+        room = self.room(len(ids), ids.shape[1], local_experts, n)
+        wanted = _wanted(ids, local_experts, n)
+        # A choice without room has a place out of range, which `mode="drop"` leaves out.
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
-        into = lambda fill, values: (
-            jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
-        )
-        there = lambda a: axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
-        arrived = there(x.at[into(len(x), wanted.token)].get(mode="fill", fill_value=0))
-        rows = jnp.arange(n * room, dtype=jnp.int32)
-        y = compute(
-            arrived, rows, there(into(held, wanted.expert)), jnp.ones(n * room, weights.dtype)
-        )
-        y = there(y).at[place].get(mode="fill", fill_value=0)
-        return _joined(y, weights), jnp.sum(wanted.rank >= room, dtype=jnp.int32)
 
-    def room(self, tokens: int, k: int, held: int, n: int) -> int:
-        """C: rows that a device sends to each."""
-        return _room(self.capacity, k * tokens, n, tokens * min(k, held))
+        def in_place(fill, values):
+            return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
+
+        def exchange(a):
+            return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
+
+        # An empty row reads out of range, so it is 0, and goes to no expert.
+        rows = x.at[in_place(len(x), wanted.token)].get(mode="fill", fill_value=0)
+        arrived = exchange(rows)
+        source = jnp.arange(n * room, dtype=jnp.int32)
+        experts = exchange(in_place(local_experts, wanted.expert))
+        y = compute(arrived, source, experts, jnp.ones(n * room, weights.dtype))
+        y = exchange(y).at[place].get(mode="fill", fill_value=0)
+        return _weighted_sum(y, weights), jnp.sum(wanted.rank >= room, dtype=jnp.int32)
+
+    def room(self, tokens: int, k: int, local_experts: int, n: int) -> int:
+        """Returns C, the rows that a device sends to each device."""
+        return _room(self.capacity, k * tokens, n, tokens * min(k, local_experts))
 
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
@@ -173,15 +179,15 @@ class exchanged:
 
 @dataclass(frozen=True)
 class ragged:
-    """`exchanged` in which each message is as long as what is sent: `lax.ragged_all_to_all`.
+    """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
 
-    A device has room for `capacity` times k T rows, the mean; with `math.inf` for as many as can
-    come. It fills up in the order of the devices that send. XLA's CPU backend does not have this
-    collective (jax #34755), TPUs and GPUs do.
+    A device has room for `capacity` times k T rows, the mean; with `math.inf` for the largest
+    possible number. It fills up in the order of the devices that send. XLA's CPU backend does not
+    have this collective (jax #34755), TPUs and GPUs do.
 
     Args:
-        capacity: as there.
-        move: the collective for the rows; it takes what `lax.ragged_all_to_all` takes.
+        capacity: the room of a device, as a multiple of the mean.
+        move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
 
     Raises:
         ValueError: the capacity is 0 or below; or there is no axis, or one with an algorithm that
@@ -199,82 +205,115 @@ class ragged:
         x: Float[Array, "tokens width"],
         ids: Int[Array, "tokens k"],
         weights: Float[Array, "tokens k"],
-        compute: Local,
+        compute: LocalExperts,
         axis: Axis,
-        held: int,
+        local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """As `Dispatch`."""
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
-                "over one. Take gathered, or name the axis."
+                "over one. Use gathered, or name the axis."
             )
         if axis.algorithm != xla:
             raise ValueError(
                 f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the "
-                f"axis, {axis.names!r}, or take exchanged, which any algorithm can do."
+                f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
             )
-        n, me, (tokens, k) = axis.size(), axis.index(), ids.shape
-        room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, held))
-        wanted = _wanted(ids, held, n)
-        counts = jnp.sum(
-            wanted.device[None] == jnp.arange(n, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32
-        )
+        n, (tokens, k) = axis.size(), ids.shape
+        room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
+        wanted = _wanted(ids, local_experts, n)
+        devices = jnp.arange(n, dtype=jnp.int32)
+        counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)
         wish = axis.all_gather(counts[None], axis=0, tiled=True)  # [from, to]
-        before = lambda a, dim: jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
-        granted = jnp.clip(room - before(wish, 0), 0, wish)
-        # Where the rows to one device begin: among those that this one sends, and among those that
-        # it receives.
-        leaves, arrives = before(wish, 1), before(granted, 0)
+        exchange = _Exchange.of(wish, room, axis, self.move)
+        place = exchange.leaves[wanted.device] + wanted.rank
 
-        def there(a, empty):
-            return self.move(
-                a, empty, leaves[me], granted[me], arrives[me], granted[:, me], axis_name=axis.names
-            )
+        def in_order(values):
+            return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
-        def back(a, empty):
-            return self.move(
-                a,
-                empty,
-                arrives[:, me],
-                granted[:, me],
-                leaves[:, me],
-                granted[me],
-                axis_name=axis.names,
-            )
+        def empty(rows):
+            # The sum gives the zeros the type of `x`, which varies along its axes.
+            return jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
 
-        place = leaves[me][wanted.device] + wanted.rank
-        in_order = lambda values: (
-            jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
-        )
-        empty = lambda rows: jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
-        arrived = there(x[in_order(wanted.token)], empty(room))
-        known = there(in_order(wanted.expert), jnp.full(room, held, jnp.int32) + me * 0)
-        y = compute(
-            arrived, jnp.arange(room, dtype=jnp.int32), known, jnp.ones(room, weights.dtype)
-        )
-        y = back(y, empty(k * tokens))[place]
-        return _joined(y, weights), jnp.sum(wish[me] - granted[me], dtype=jnp.int32)
+        arrived = exchange.to_experts(x[in_order(wanted.token)], empty(room))
+        no_expert = jnp.full(room, local_experts, jnp.int32) + axis.index() * 0
+        experts = exchange.to_experts(in_order(wanted.expert), no_expert)
+        source = jnp.arange(room, dtype=jnp.int32)
+        y = compute(arrived, source, experts, jnp.ones(room, weights.dtype))
+        y = exchange.from_experts(y, empty(k * tokens))[place]
+        return _weighted_sum(y, weights), exchange.dropped
 
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """k (n - 1)/n T D each way where the load is even and nothing is dropped."""
+        """k (n - 1)/n T D each way, if the load is even and nothing is dropped."""
         rows = k * tokens * (n - 1) // n
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1)
         )
 
 
-class Wanted(NamedTuple):
+class _Exchange(NamedTuple):
+    """The ragged messages of a device to and from the others.
+
+    Attributes:
+        move: the collective, as `ragged.move`.
+        names: the names of the axis.
+        sizes: the rows that this device sends to each device.
+        leaves: where the rows to each device begin, among those that this one sends.
+        arrives: where this device's rows begin, among those that each device receives.
+        back_sizes: the rows that this device receives from each device.
+        back_leaves: where the rows from each device begin, among those that this one receives.
+        back_arrives: where the rows to this device begin, among those that each device sends.
+        dropped: the number of this device's choices without room.
+    """
+
+    move: Callable[..., Any]
+    names: Any
+    sizes: Array
+    leaves: Array
+    arrives: Array
+    back_sizes: Array
+    back_leaves: Array
+    back_arrives: Array
+    dropped: Array
+
+    @classmethod
+    def of(cls, wish: Array, room: int, axis: Axis, move: Callable[..., Any]) -> "_Exchange":
+        """Returns the messages for the wanted number of rows, [from, to], and a device's room."""
+
+        def before(a, dim):
+            return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
+
+        me = axis.index()
+        granted = jnp.clip(room - before(wish, 0), 0, wish)
+        leaves, arrives = before(wish, 1), before(granted, 0)
+        dropped = jnp.sum(wish[me] - granted[me], dtype=jnp.int32)
+        to_experts = granted[me], leaves[me], arrives[me]
+        from_experts = granted[:, me], arrives[:, me], leaves[:, me]
+        return cls(move, axis.names, *to_experts, *from_experts, dropped)
+
+    def to_experts(self, a: Array, empty: Array) -> Array:
+        """Sends rows to the experts' devices; `empty` has the shape of the rows that arrive."""
+        places = self.leaves, self.sizes, self.arrives, self.back_sizes
+        return self.move(a, empty, *places, axis_name=self.names)
+
+    def from_experts(self, a: Array, empty: Array) -> Array:
+        """Sends the results back."""
+        places = self.back_leaves, self.back_sizes, self.back_arrives, self.sizes
+        return self.move(a, empty, *places, axis_name=self.names)
+
+
+class _Wanted(NamedTuple):
     """All choices, the first ones of all tokens before the second ones: [k T] each.
 
     Attributes:
-        token: whose they are.
-        device: where the expert is.
-        expert: its number there.
-        rank: how many choices before want the same device.
+        token: the token of each choice.
+        device: the device of its expert.
+        expert: the number of the expert on that device.
+        rank: the number of earlier choices that want the same device.
     """
 
     token: Int[Array, " choices"]
@@ -283,9 +322,9 @@ class Wanted(NamedTuple):
     rank: Int[Array, " choices"]
 
 
-def _wanted(ids: Array, held: int, n: int) -> Wanted:
+def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
     tokens, k = ids.shape
-    device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), held)
+    device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
     places = (
@@ -293,19 +332,19 @@ def _wanted(ids: Array, held: int, n: int) -> Wanted:
         .at[order]
         .set(jnp.arange(k * tokens, dtype=jnp.int32), unique_indices=True)
     )
-    return Wanted(
+    return _Wanted(
         jnp.tile(jnp.arange(tokens, dtype=jnp.int32), k), device, expert, places - starts[device]
     )
 
 
-def _joined(y: Array, weights: Array) -> Array:
-    """The sum of weight times result, of results in the order of `Wanted`."""
+def _weighted_sum(y: Array, weights: Array) -> Array:
+    """Returns each token's sum of weight times result, of results in the order of `_Wanted`."""
     tokens, k = weights.shape
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Rows for `capacity` times the mean number of choices, and for no more than there can be."""
+    """Returns `capacity` times the mean number of choices, and at most the largest number."""
     return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)
 
 
@@ -313,5 +352,5 @@ def _check_capacity(name: str, capacity: float) -> None:
     if not capacity > 0:
         raise ValueError(
             f"experts.{name}: the capacity is a multiple of the mean load, and above 0; got "
-            f"{capacity}. Take 1.25 for a quarter of room to spare, or math.inf to drop nothing."
+            f"{capacity}. Use 1.25 for a quarter of room to spare, or math.inf to drop nothing."
         )

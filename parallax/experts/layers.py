@@ -1,6 +1,4 @@
-"""A decoder's layers whose experts are split over an axis: joins of tensor or sequence parallelism
-that know that axis too.
-"""
+"""The communication of a decoder's layers whose experts are split over an axis."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +6,7 @@ from collections.abc import Callable
 from parallax import tensor
 from parallax.collectives import AxisLike
 from parallax.experts.dispatch import Dispatch, gathered
-from parallax.experts.rows import ExpertCompute, grouped
+from parallax.experts.grouped_rows import ExpertCompute, grouped
 from parallax.tensor import Comms
 
 
@@ -21,19 +19,18 @@ def comms(
     dispatch: Dispatch = gathered,
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
 ) -> Comms:
-    """`inner(axis, shared=shared)`, with the experts of each layer split over `experts`, which
-    splits the batch too.
+    """Returns `inner(axis, shared=shared)`, with each layer's experts split over `experts`.
 
-    A model that takes it, such as a `llama` with experts, is given this device's sequences;
-    `grads.averaged(grad, ("data", "expert"))` makes the mean over all of them.
+    That axis splits the batch too. Give a model, such as a `llama` with experts, this device's
+    sequences; `grads.averaged(grad, ("data", "expert"))` takes the mean over all of them.
 
     Args:
-        axis: the axis that each layer is split over, and the hidden width of each expert.
-        experts: the axis that the experts are split over; `()` where each device has all.
+        axis: the axis that splits each layer, and the hidden width of each expert.
+        experts: the axis that the experts are split over; `()` if each device has all of them.
         shared: the axes that share the vocabulary, as in `tensor.comms`.
         inner: `tensor.comms`, `sequence.comms`, or `context.comms` with its axis.
-        dispatch: how tokens come to their experts.
-        compute: what runs the experts of a device.
+        dispatch: brings tokens to their experts.
+        compute: runs the experts of a device.
     """
     mixes = functools.partial(functools.partial, axis=experts, dispatch=dispatch, compute=compute)
     return inner(axis, shared=shared)._replace(wrap_experts=mixes)

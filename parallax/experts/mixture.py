@@ -1,5 +1,4 @@
-"""A layer that is a mixture of experts: a router, experts of any kind, and how the two come
-together.
+"""A mixture of experts: a layer of a router and experts of any kind.
 
 Legend: B sequences, T tokens in one, D width, F hidden width of an expert, E experts, n devices of
 the axis.
@@ -18,14 +17,15 @@ from parallax import mesh, tensor
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import accumulation_dtype, axes, varying_axes
 from parallax.experts.dispatch import Dispatch, gathered
+from parallax.experts.grouped_rows import ExpertCompute, grouped
 from parallax.experts.router import Router, Statistics, statistics
-from parallax.experts.rows import ExpertCompute, grouped
 from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down` (Shazeer, arXiv 2002.05202); whole,
-    or shards of F.
+    """Experts of three matrices, `(silu(x gate) * (x up)) down`, whole or shards of F.
+
+    Source: Shazeer, arXiv 2002.05202.
     """
 
     gate: Float[Array, "... width hidden"]
@@ -36,14 +36,16 @@ class Gated(eqx.Module):
         self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray
     ):
         keys = jax.random.split(key, 3)
-        normal = lambda key, *shape: (
-            jax.random.normal(key, shape, dtype) / jnp.asarray(shape[-2] ** 0.5, dtype)
-        )
+
+        def normal(key, *shape):
+            scale = jnp.asarray(shape[-2] ** 0.5, dtype)
+            return jax.random.normal(key, shape, dtype) / scale
+
         self.gate, self.up = (normal(key, experts, width, hidden) for key in keys[:2])
         self.down = normal(keys[2], experts, hidden, width)
 
     def __call__(self, x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-        """One expert, its matrices without the dim of experts."""
+        """Returns the result of one expert, whose matrices have no dim of experts."""
         return (jax.nn.silu(x @ self.gate) * (x @ self.up)) @ self.down
 
 
@@ -51,9 +53,10 @@ class Mixture(eqx.Module):
     """The parameters of a layer.
 
     Attributes:
-        router: from a token to logits; a stack of layers has a first dim of them in each array.
+        router: the matrix from a token to logits. In a stack of layers, each array has a first dim
+            of layers.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
-        bias: added to the scores for the choice alone; `rebalanced` moves it, and no gradient does.
+        bias: added to the scores for the choice only. It has no gradient; `rebalanced` changes it.
             None or `()`: there is none.
     """
 
@@ -72,60 +75,59 @@ def moe(
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
     comms: Comms = tensor.comms(()),  # noqa: B008, likewise
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
-    """For each token the weighted sum of its experts' results, experts split over `axis`: `x[B_X,
-    T, D] -> y[B_X, T, D]`.
+    """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
 
-    It equals all experts on all tokens, times weights that are 0 where an expert was not chosen.
-    Add it to the residual stream.
+    The experts are split over `axis`. The result equals all experts on all tokens, times weights
+    that are 0 for the experts that were not chosen. Add it to the residual stream.
 
-    The axis splits the batch too: it may be that of the data, one of its own inside the data (name
+    The axis splits the batch too: it may be the data axis, an axis of its own inside the data (name
     both in `grads.averaged`), or several. An expert's gradient is then the sum over all tokens that
-    came, and `grads.averaged` and `zero.reduce_scattered`, which sum a gradient where its parameter
-    is the same, only divide it.
+    it received. `grads.averaged` and `zero.reduce_scattered` only divide it, since they sum over
+    the axes along which a parameter is the same.
 
     Args:
         x: this device's tokens.
-        params: the router whole, and this device's experts.
-        axis: the axis that the experts are split over; `()` where each device has all.
-        route: which experts a token goes to: `top_k(k)`.
+        params: the whole router, and this device's experts.
+        axis: the axis that the experts are split over; `()` if each device has all of them.
+        route: chooses the experts of a token, such as `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
-        compute: what runs the experts that are here: `grouped(expert)`.
-        comms: of the axis that each expert's hidden width is split over, so that its results are
-            partial sums: `tensor.comms("tensor")`, or `sequence.comms` where `x` has a device's
-            share of the tokens. With `context.comms` the statistics are those of whole sequences.
+        compute: runs this device's experts, such as `grouped(expert)`.
+        comms: the communication along the axis that splits each expert's hidden width, so that its
+            results are partial sums: `tensor.comms("tensor")`, or `sequence.comms` if `x` has a
+            device's share of the tokens. With `context.comms` the statistics are those of whole
+            sequences.
 
     Raises:
-        ValueError: the experts here times the devices are not the router's; `x` is the same on the
-            devices of `axis`; or as `route`, `dispatch` and `compute` do.
+        ValueError: the experts of a device times the devices are not the router's experts; `x` is
+            the same on the devices of `axis`; or an error of `route`, `dispatch` or `compute`.
     """
     axis = Axis.of(axis)
-    held = _held(params, axis)
+    local_experts = _local_experts(params, axis)
     _check_varies(x, axis)
-    logits = x.astype(accumulation_dtype(x.dtype)) @ params.router.astype(
-        accumulation_dtype(x.dtype)
-    )
-    choice = route(logits, None if isinstance(params.bias, tuple) else params.bias)
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-    local = functools.partial(compute, params.experts)
-    tokens, weights = comms.all_tokens(x), comms.all_tokens(choice.weights.astype(x.dtype))
-    y, dropped = dispatch(
-        rows(tokens), rows(comms.gathered(choice.experts)), rows(weights), local, axis, held
-    )
-    told = statistics(
-        choice, dropped, comms.over_tokens, counted=comms.token_shards // comms.context_shards
-    )
-    return comms.sum_partials(y.reshape(tokens.shape)), told
+    # Logits are wide: rounded ones would change the choice between close scores.
+    kind = accumulation_dtype(x.dtype)
+    logits = x.astype(kind) @ params.router.astype(kind)
+    routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
+    tokens, weights = comms.all_tokens(x), comms.all_tokens(routing.weights.astype(x.dtype))
+    ids = comms.gathered(routing.experts)
+    rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
+    compute_local = functools.partial(compute, params.experts)
+    y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
+    # Devices that gathered the same tokens have counted the same dropped choices.
+    counted = comms.token_shards // comms.context_shards
+    stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
+    return comms.sum_partials(y.reshape(tokens.shape)), stats
 
 
-def _held(params: Mixture, axis: Axis) -> int:
-    """The number of experts here."""
+def _local_experts(params: Mixture, axis: Axis) -> int:
+    """Returns the number of this device's experts."""
     count, n = params.router.shape[-1], axis.size()
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(params.experts, eqx.is_array)):
-        held = leaf.shape[0] if leaf.ndim else 0
-        if held * n != count:
+        local_experts = leaf.shape[0] if leaf.ndim else 0
+        if local_experts * n != count:
             raise ValueError(
                 f"experts.moe: the router knows {count} experts, and the {n} devices of "
-                f"{axis.names!r} hold {held} each by the first dim of "
+                f"{axis.names!r} hold {local_experts} each by the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
                 f"array of the experts a first dim of {count}, split over {axis.names!r}; it must "
                 f"divide by {n}."

@@ -1,9 +1,9 @@
-"""Which experts a token goes to, and how even that is.
+"""Chooses the experts of each token, and measures how even the load is.
 
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
-All that is measured is a mean over sequences of something that one sequence defines. So it is the
-same however the batch is cut into microbatches and over devices, and means of means are right.
+Each statistic is a mean over sequences of a quantity of one sequence. So it does not depend on the
+microbatches and devices that the batch is split into, and means of means are right.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from parallax.tensor import add_bias
 
 
 class Routing(NamedTuple):
-    """Which experts the tokens go to.
+    """The experts of each token.
 
     Attributes:
-        experts: of each token, the best first.
-        weights: by which their results are multiplied.
-        logits: what was chosen by.
-        shares: how much of each expert the router wants: above 0, their sum is 1.
+        experts: the numbers of each token's experts, the best first.
+        weights: the factors of their results.
+        logits: the router's logits.
+        shares: the router's preference for each expert: above 0, with the sum 1.
     """
 
     experts: Int[Array, "*tokens k"]
@@ -44,18 +44,16 @@ Router: TypeAlias = Callable[
 def top_k(
     k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
 ) -> Router:
-    """Each token goes to the k experts of the highest score; of equal ones, to the first.
+    """Returns a router that sends each token to the k experts with the highest scores.
 
-    The scores are the weights.
-
-    Where there is a bias it counts in the choice alone, and not in the weights: by it `rebalanced`
-    evens out the load without an auxiliary loss (Wang et al., arXiv 2408.15664). It has no
-    gradient.
+    Of equal scores, the first expert's counts as higher. The scores are the weights. A bias is
+    added for the choice only, and has no gradient: `rebalanced` changes it to even out the load
+    without an auxiliary loss (Wang et al., arXiv 2408.15664).
 
     Args:
         k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
-        score: from logits to scores of 0 or more: `jax.nn.softmax`, or `jax.nn.sigmoid`.
-        normalised: divide a token's weights by their sum.
+        score: computes scores of 0 or more from logits: `jax.nn.softmax`, or `jax.nn.sigmoid`.
+        normalised: whether to divide a token's weights by their sum.
 
     Raises:
         ValueError: k is below 1, or above the number of experts.
@@ -66,10 +64,11 @@ def top_k(
         if not 1 <= k <= count:
             raise ValueError(
                 f"experts.top_k: a token needs at least 1 expert and at most all {count} that the "
-                f"router knows; got k={k}. Take another k, or a router with more columns."
+                f"router knows; got k={k}. Use another k, or a router with more columns."
             )
         scores = score(logits)
         preferred = scores if bias is None else add_bias(scores, bias.astype(scores.dtype))
+        # The choice has no gradient; the weights, which are taken from the scores, have one.
         _, chosen = lax.top_k(lax.stop_gradient(preferred), k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
@@ -80,29 +79,29 @@ def top_k(
 
 
 def _divided(scores: Array) -> Array:
-    """Scores by their sum, which may be too small for a number."""
-    return scores / jnp.maximum(
-        jnp.sum(scores, axis=-1, keepdims=True), jnp.finfo(scores.dtype).tiny
-    )
+    """Returns scores divided by their sum."""
+    # Of sigmoids the sum may be too small for a number of this type.
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.maximum(total, jnp.finfo(scores.dtype).tiny)
 
 
 class Statistics(NamedTuple):
-    """How even the choices of one layer are.
+    """Statistics of the choices of one layer.
 
     Each is a mean over sequences, so `grads` and `pipeline` join it by a mean.
 
     Attributes:
-        balance: E times the sum over experts of load times mean share, within a sequence: 1 where
-            all are the same. As an auxiliary loss (Fedus et al., arXiv 2101.03961, formula 4; a
-            sequence at a time, as DeepSeek-AI, arXiv 2412.19437, formula 17) it moves the router
-            towards an even load.
+        balance: E times the sum over experts of load times mean share, within a sequence: 1 if
+            all experts have the same load. As an auxiliary loss (Fedus et al., arXiv 2101.03961,
+            formula 4; one sequence at a time, as DeepSeek-AI, arXiv 2412.19437, formula 17) it
+            moves the router towards an even load.
         z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
             (Zoph et al., arXiv 2202.08906).
-        entropy: of a token's shares, in nats; log(E) where the router has no preference. Not
-            differentiated.
+        entropy: the entropy of a token's shares in nats, not differentiated; log(E) without any
+            preference.
         load: the share of all choices that fall on each expert; times k and the tokens, its number
             of tokens.
-        dropped: choices of a sequence that found no room; times the sequences, of all.
+        dropped: the dropped choices of a sequence; times the sequences, those of all.
     """
 
     balance: Float[Array, ""]
@@ -115,43 +114,41 @@ class Statistics(NamedTuple):
 def statistics(
     choice: Routing, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
 ) -> Statistics:
-    """The statistics of choices `[B, T, ...]`, of which `dropped` in all found no room.
+    """Returns the statistics of choices `[B, T, ...]`.
 
     Args:
-        choice: of the tokens here.
-        dropped: how many of those choices.
+        choice: the routing of this device's tokens.
+        dropped: the number of dropped choices.
         axis: the axis that splits the tokens of a sequence, if one does.
-        counted: how many devices of that axis have counted the same `dropped`.
+        counted: the number of devices of that axis that counted the same `dropped`.
     """
     axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))
     load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))
+    all_dropped = axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
     return Statistics(
         balance=count * jnp.mean(jnp.sum(load * shares, axis=-1)),
         z=z,
         entropy=entropy,
         load=jnp.mean(load, axis=0),
-        dropped=axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
-        / (sequences * counted),
+        dropped=all_dropped / (sequences * counted),
     )
 
 
 def rebalanced(
     bias: Float[Array, "*layers experts"], load: Float[Array, "*layers experts"], rate: float
 ) -> Float[Array, "*layers experts"]:
-    """The bias of the next step: up by `rate` for an expert below the mean load, down for one above
-    it.
+    """Returns the bias of the next step: up by `rate` below the mean load, down above it.
 
-    A load that is the mean but for rounding counts as even, so that the bias is the same however
-    the load was summed up. For `step.make(after_update=...)`, whose auxiliary values are joined
+    A load that differs from the mean only by rounding counts as even, so the bias does not depend
+    on the order of the sum. For `step.make(after_update=...)`, whose auxiliary values are joined
     already: once a step, from the load over the whole batch (Wang et al., arXiv 2408.15664,
     algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
-    even = (
-        jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean
-    )  # some roundings of one sum, and of its mean
+    # Some roundings of one sum, and of its mean
+    even = jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean
     step = jnp.where(even, jnp.zeros((), load.dtype), jnp.sign(mean - load))
     return bias + jnp.asarray(rate, bias.dtype) * step.astype(bias.dtype)

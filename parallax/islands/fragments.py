@@ -1,5 +1,4 @@
-"""Which part of a model a round exchanges: all of it, some leaves, or some layers of stacked
-leaves.
+"""The part of a model that a round exchanges: all of it, some leaves, or some stacked layers.
 
 With F fragments, fragment k has its rounds k H/F steps after fragment 0, so the most bytes that one
 step moves between islands fall by about F. Source: Douillard et al., Streaming DiLoCo with
@@ -21,9 +20,9 @@ class Fragment(NamedTuple):
     """A part of a model.
 
     Attributes:
-        get: from the model to the part: a tree with the model's paths, and None for leaves that are
-            not in it.
-        put: `(model, part)` to the model with that part.
+        get: returns the part of a model: a tree with the model's paths, and None for leaves that
+            are not in it.
+        put: takes `(model, part)` and returns the model with that part.
     """
 
     get: Callable[[PyTree], PyTree]
@@ -34,14 +33,14 @@ Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
 class Stream(NamedTuple):
-    """What a round exchanges, and when the islands use it.
+    """The fragments that rounds exchange, and the time of their use.
 
     Attributes:
-        fragments: from the model, or its shapes, to its fragments: `whole`, `by_path(...)` or
-            `by_layers(...)`.
-        delay: steps between the exchange of a fragment and its use; below `every`.
-        mixing: how much of its own weights an island keeps when the new ones come: 0 takes the new
-            ones, 1 keeps its own.
+        fragments: returns the fragments of a model, or of its shapes: `whole_model`,
+            `by_path(...)` or `by_layers(...)`.
+        delay: the steps between the exchange of a fragment and its use; below `every`.
+        mixing: the weight of an island's own weights in the mean with the new ones: 0 takes the
+            new ones, 1 keeps its own.
     """
 
     fragments: Fragments
@@ -50,40 +49,45 @@ class Stream(NamedTuple):
 
 
 def whole_model(model: PyTree) -> tuple[Fragment, ...]:
-    """The model as one fragment."""
+    """Returns the model as one fragment."""
     return (Fragment(lambda model: model, lambda model, part: part),)
 
 
 ALL_AT_ONCE = Stream(whole_model)
 
 
+def _joined(model: PyTree, part: PyTree) -> PyTree:
+    """Returns the leaves of `part`, and those of `model` where it has none."""
+    return eqx.combine(part, model)
+
+
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
-    """A fragment for each glob of paths, or for each list of globs: `by_path("blocks.**",
-    ("embedding", "norm.**"))`.
+    """Returns a fragment for each glob of paths, or for each list of globs.
+
+    An example is `by_path("blocks.**", ("embedding", "norm.**"))`.
     """
 
-    def fragments(model):
-        def one(globs):
-            globs = (globs,) if isinstance(globs, str) else globs
-            covers = lambda path: any(
-                rules.matches_glob(glob, trees.dotted(path)) for glob in globs
-            )
-            get = lambda model: jax.tree.map_with_path(
-                lambda path, leaf: leaf if covers(path) else None, model
-            )
-            return Fragment(get, lambda model, part: eqx.combine(part, model))
+    def fragment(globs):
+        globs = (globs,) if isinstance(globs, str) else globs
 
-        return tuple(map(one, patterns))
+        def leaf_of(path, leaf):
+            matches = any(rules.matches_glob(glob, trees.dotted(path)) for glob in globs)
+            return leaf if matches else None
+
+        return Fragment(lambda model: jax.tree.map_with_path(leaf_of, model), _joined)
+
+    def fragments(model):
+        return tuple(map(fragment, patterns))
 
     return fragments
 
 
 def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.blocks) -> Fragments:
-    """`count` fragments of consecutive layers, and one of all that is no block.
+    """Returns `count` fragments of consecutive layers, and one with the other leaves.
 
     Args:
-        count: how many groups the blocks' first dim is cut into, as equal as can be.
-        where: picks the blocks, whose leaves are stacked: [L, ...], or [v, L / v, ...] where a
+        count: the number of groups of the blocks' first dim, which are as equal as can be.
+        where: returns the blocks, whose leaves are stacked: [L, ...], or [v, L / v, ...] where a
             pipeline has v chunks.
 
     Raises:
@@ -95,48 +99,56 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
                 f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be "
-                f"the same and at least count; these have {sorted(sizes)}. Take a smaller count, "
+                f"the same and at least count; these have {sorted(sizes)}. Use a smaller count, "
                 "or by_path."
             )
         layers = sizes.pop()
         bounds = [layers * k // count for k in range(count + 1)]
-        none = lambda tree: jax.tree.map(lambda leaf: None, tree)
 
-        def group(start, stop):
-            def get(model):
-                cut = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
-                return eqx.tree_at(where, none(model), cut, is_leaf=lambda x: x is None)
+        def without_blocks(model):
+            return eqx.tree_at(where, model, _nones(where(model)))
 
-            def put(model, part):
-                new = jax.tree.map(
-                    lambda leaf, own: leaf.at[start:stop].set(own), where(model), where(part)
-                )
-                return eqx.tree_at(where, model, new)
-
-            return Fragment(get, put)
-
-        get = lambda model: eqx.tree_at(where, model, none(where(model)))
-        ends = Fragment(get, lambda model, part: eqx.combine(part, model))
-        return (*itertools.starmap(group, itertools.pairwise(bounds)), ends)
+        groups = [_layers(where, start, stop) for start, stop in itertools.pairwise(bounds)]
+        return (*groups, Fragment(without_blocks, _joined))
 
     return fragments
+
+
+def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
+    """Returns the fragment of the layers from `start` to before `stop`."""
+
+    def get(model):
+        layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
+        return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
+
+    def put(model, part):
+        def replaced(leaf, layers):
+            return leaf.at[start:stop].set(layers)
+
+        blocks = jax.tree.map(replaced, where(model), where(part))
+        return eqx.tree_at(where, model, blocks)
+
+    return Fragment(get, put)
+
+
+def _nones(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: None, tree)
 
 
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """The fragments of `model`, which has shapes or arrays: checked that each element is in one of
-    them.
+    """Returns the fragments of `model`, of arrays or shapes. Each element must be in one of them.
 
     Raises:
         ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim
             that is split.
     """
-    found = stream.fragments(model)
+    fragments = stream.fragments(model)
     sizes: dict[str, int] = {}
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
-    for fragment in found:
+    for fragment in fragments:
         for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(fragment.get, model)):
             name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
@@ -150,7 +162,7 @@ def checked_fragments(
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
                     f"{splits[name]}, so it would be other layers on another layout. Cut a dim "
-                    "that no axis splits, or take by_path."
+                    "that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
         if sizes.get(name, 0) != leaf.size:
@@ -159,4 +171,4 @@ def checked_fragments(
                 f"{name or 'the parameter'} they have {sizes.get(name, 0)} elements, and it has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
-    return found
+    return fragments

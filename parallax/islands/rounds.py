@@ -1,12 +1,11 @@
-"""A step made of steps that talk seldom: each island trains by itself, and every H steps the outer
-optimizer joins them.
+"""Islands that train by themselves, and an outer optimizer that joins them every H steps.
 
     train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")
 
 An island is a group of devices with a train step of its own, in any layout. After H steps, with
 outer weights W and island i's weights w_i,
 
-    delta = mean over the islands that are there of (W - w_i)
+    delta = mean over the present islands of (W - w_i)
     W     = W + outer's update for the gradient delta
     w_i   = W
 
@@ -66,15 +65,14 @@ def local(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
 ) -> IslandStep:
-    """`train` on each island by itself, and every `every` steps a round that joins what the islands
-    changed.
+    """Returns a step that runs `train` on each island, and joins the islands every `every` steps.
 
     The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
-    `mesh.spmd` on the state of `islands.init`. What `info` holds has a first dim, [islands]: its
-    spec is `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
+    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands]:
+    their spec is `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step: the mean is over those, and the others go on from their own weights until a later
-    round. Where none is there, the round changes nothing.
+    this step: the mean is over those, and the others continue with their own weights until a later
+    round. A round without islands changes nothing.
 
     Args:
         train: the step of one island, such as `step.make` gives; it names the axes inside an island
@@ -94,117 +92,138 @@ def local(
     """
     if every < 1:
         raise ValueError(
-            f"islands.local needs every of 1 step or more between rounds; got {every}. Take "
+            f"islands.local needs every of 1 step or more between rounds; got {every}. Use "
             "every=50, or 1 to talk in each step."
         )
     if not 0 <= stream.delay < every:
         raise ValueError(
             f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got "
-            f"{stream.delay}. Take one of these, or a larger every."
+            f"{stream.delay}. Use one of these, or a larger every."
         )
     if not 0 <= stream.mixing <= 1:
         raise ValueError(
-            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Take 0, and islands "
+            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0, and islands "
             "take the outer weights."
         )
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
-        inner, info = _alone(train, names)(_own(state.inner, names), batch, limit)
+        inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
-            offset = every * k // len(parts)
-            due = lambda number, offset=offset: (number > 0) & ((number - offset) % every == 0)
-            one = _Round(part, k, update, axis, stream.mixing)
+            first = every * k // len(parts)  # of H steps, the one in which the fragment is due
+            exchange = _Round(part, k, update, axis, stream.mixing, present)
+            is_due = _is_due(inner.step, first, every)
             if not stream.delay:
-                both = lambda both, one=one: one.received(
-                    both[0], both[1], one.sent(both[0], both[1], present)
-                )
-                inner, state = _when(due(inner.step), both, (inner, state))
+                inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
-                start = lambda both, one=one: (
-                    both[0],
-                    one.waiting(both[1], one.sent(both[0], both[1], present)),
-                )
-                inner, state = _when(due(inner.step), start, (inner, state))
-                finish = lambda both, one=one, k=k: one.received(
-                    both[0], both[1], (both[1].sent[k], both[1].error[k])
-                )
-                inner, state = _when(due(inner.step - stream.delay), finish, (inner, state))
-        return eqx.tree_at(lambda state: state.inner, state, _stacked(inner, names)), _each(
-            info, lambda x: x[None]
-        )
+                inner, state = _when(is_due, exchange.start, (inner, state))
+                is_due = _is_due(inner.step - stream.delay, first, every)
+                inner, state = _when(is_due, exchange.finish, (inner, state))
+        state = eqx.tree_at(_inner, state, _stacked(inner, names))
+        return state, _map_arrays(_with_island_dim, info)
 
     return step
 
 
+def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
+    return (number > 0) & ((number - first) % every == 0)
+
+
+def _with_island_dim(x: Array) -> Array:
+    return x[None]
+
+
+def _inner(state: Any) -> Any:
+    return state.inner
+
+
 class _Round(eqx.Module):
-    """A round of fragment `k`: what it sends, and what becomes of what it receives."""
+    """A round of fragment `k`: the exchange, and the outer optimizer's step with its result."""
 
     part: Fragment
     k: int
     update: Callable[..., Any]
     axis: Any
     mixing: float
+    present: Bool[Array, " islands"] | None
 
-    def sent(
-        self, inner: Any, state: State, present: Bool[Array, " islands"] | None
-    ) -> tuple[SentChanges, PyTree]:
-        """The mean of what the islands that are there changed, and what int8 rounded away."""
+    # Each of these takes and returns `(inner, state)`: the island's state, and that of all islands.
+
+    def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
+        """Exchanges the fragment and uses the result."""
+        inner, state = states
+        return self.received(inner, state, *self.sent(inner, state))
+
+    def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
+        """Exchanges the fragment and stores the result for `finish`."""
+        inner, state = states
+
+        def stored(state):
+            return state.sent[self.k], state.error[self.k]
+
+        return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
+
+    def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
+        """Uses the result that `start` stored."""
+        inner, state = states
+        sent = state.sent[self.k]
+        assert sent is not None  # `start` filled it
+        return self.received(inner, state, sent, state.error[self.k])
+
+    def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
+        """Returns the mean change of the present islands, and the rounding error of int8."""
         names = axis_names(self.axis)
-        there = jnp.ones(axis_size(names), bool) if present is None else jnp.asarray(present)
-        here, count = varying(there, names)[axis_index(names)], jnp.sum(there)
+        everyone = jnp.ones(axis_size(names), bool)
+        present = everyone if self.present is None else jnp.asarray(self.present)
+        is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
-        def changed(w, own):
-            kind = accumulation_dtype(w.dtype)
-            return jnp.where(here, w.astype(kind) - own.astype(kind), jnp.zeros((), kind))
+        def changed(outer, local):
+            kind = accumulation_dtype(outer.dtype)
+            change = outer.astype(kind) - local.astype(kind)
+            return jnp.where(is_present, change, jnp.zeros((), kind))
 
-        delta = jax.tree.map(
-            changed, self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
-        )
-        total, error = self._total(delta, state.error[self.k], here)
+        local_weights = self.part.get(_trained(inner.model, state.model))
+        delta = jax.tree.map(changed, self.part.get(state.model), local_weights)
+        total, error = self._total(delta, state.error[self.k], is_present)
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
-        return SentChanges(mean, count > 0, here[None]), error
+        return SentChanges(mean, count > 0, is_present[None]), error
 
-    def _total(self, delta: PyTree, error: PyTree, here: Bool[Array, ""]) -> tuple[PyTree, PyTree]:
+    def _total(
+        self, delta: PyTree, error: PyTree, is_present: Bool[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
-        none = lambda x: jnp.zeros((), x.dtype)
-        owed = jax.tree.map(
-            lambda x: jnp.where(here, x, none(x)), error
-        )  # who is away sends nothing, and keeps what it owes
-        total, new = self.axis.all_reduce(delta, owed)
-        return total, jax.tree.map(
-            lambda x, before: x + jnp.where(here, none(x), before), new, error
-        )
 
-    def waiting(self, state: State, sent: tuple[SentChanges, PyTree]) -> State:
-        """`state` with what was sent."""
-        return eqx.tree_at(
-            lambda state: (state.sent[self.k], state.error[self.k]),
-            state,
-            sent,
-            is_leaf=lambda x: x is None,
-        )
+        # An absent island sends nothing, and keeps the error that it has not yet sent.
+        def error_to_send(x):
+            return jnp.where(is_present, x, jnp.zeros((), x.dtype))
+
+        def error_after(new, before):
+            return new + jnp.where(is_present, jnp.zeros((), before.dtype), before)
+
+        total, new = self.axis.all_reduce(delta, jax.tree.map(error_to_send, error))
+        return total, jax.tree.map(error_after, new, error)
 
     def received(
-        self, inner: Any, state: State, given: tuple[SentChanges, PyTree]
+        self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """The outer weights after the outer optimizer's step, and those of each island that was
-        there.
-        """
-        sent, error = given
-        weights, own = self.part.get(state.model), self.part.get(_beside(inner.model, state.model))
+        """Takes the outer optimizer's step, and gives its weights to each present island."""
+
+        def if_any_present(new, old):
+            return jnp.where(sent.some, new.astype(old.dtype), old)
+
+        def if_present(new, old):
+            return jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)
+
+        weights = self.part.get(state.model)
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
-        chosen = lambda new, old: jax.tree.map(
-            lambda a, b: jnp.where(sent.some, a.astype(b.dtype), b), new, old
-        )
-        weights = chosen(optax.apply_updates(weights, updates), weights)
-        moments = chosen(moments, state.optimizer[self.k])
-        taken = lambda new, old: jnp.where(sent.here[0], _mixed(new, old, self.mixing), old)
-        mine = jax.tree.map(taken, weights, own)
-        model = eqx.combine(self.part.put(_beside(inner.model, state.model), mine), inner.model)
+        weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
+        moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
+        local = _trained(inner.model, state.model)
+        local_part = jax.tree.map(if_present, weights, self.part.get(local))
+        model = eqx.combine(self.part.put(local, local_part), inner.model)
         new = State(
             state.inner,
             self.part.put(state.model, weights),
@@ -216,7 +235,7 @@ class _Round(eqx.Module):
 
 
 def _mixed(new: Array, old: Array, mixing: float) -> Array:
-    """`mixing` of the island's own weights, the rest of the new ones."""
+    """Returns a mean with the weight `mixing` for the island's own weights."""
     return new if mixing == 0 else mixing * old + (1 - mixing) * new
 
 
@@ -224,10 +243,10 @@ def _with(items: tuple, k: int, item: Any) -> tuple:
     return (*items[:k], item, *items[k + 1 :])
 
 
-def _beside(model: PyTree, like: PyTree) -> PyTree:
-    """The leaves of `model` that are trained: where `like` has one."""
-    found = dict(jax.tree.leaves_with_path(model))
-    return jax.tree.map_with_path(lambda path, leaf: found[path], like)
+def _trained(model: PyTree, outer: PyTree) -> PyTree:
+    """Returns the leaves of `model` that the outer optimizer trains: where `outer` has one."""
+    leaves = dict(jax.tree.leaves_with_path(model))
+    return jax.tree.map_with_path(lambda path, leaf: leaves[path], outer)
 
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
@@ -242,10 +261,10 @@ def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -
     return eqx.combine(lax.cond(predicate, taken, lambda arrays: arrays, arrays), static)
 
 
-def _own(inner: Any, names: tuple[str, ...]) -> Any:
-    """This island's state, from its block [1, ...] of the stacked one."""
+def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
+    """Returns this island's state, from its block [1, ...] of the stacked one."""
 
-    def own(path, x):
+    def without_island_dim(path, x):
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
                 "islands.local needs the state that islands.init makes, of [islands, ...] split "
@@ -255,54 +274,65 @@ def _own(inner: Any, names: tuple[str, ...]) -> Any:
         return x[0]
 
     arrays, static = eqx.partition(inner, trees.is_array)
-    number, rest = arrays.step, eqx.tree_at(lambda state: state.step, arrays, None)
-    own_arrays = jax.tree.map_with_path(own, rest)
-    return eqx.combine(
-        eqx.tree_at(lambda state: state.step, own_arrays, number, is_leaf=lambda x: x is None),
-        static,
-    )
+    # The step's number is one number for all islands.
+    stacked = eqx.tree_at(_step_of, arrays, None)
+    local_arrays = jax.tree.map_with_path(without_island_dim, stacked)
+    local_arrays = eqx.tree_at(_step_of, local_arrays, arrays.step, is_leaf=_is_none)
+    return eqx.combine(local_arrays, static)
 
 
 def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
-    stacked = _each(inner, lambda x: varying(x, names)[None])
-    return eqx.tree_at(lambda state: state.step, stacked, inner.step)
+    stacked = _map_arrays(lambda x: varying(x, names)[None], inner)
+    return eqx.tree_at(_step_of, stacked, inner.step)
 
 
-def _each(tree: PyTree, change: Callable[[Array], Array]) -> PyTree:
+def _step_of(state: Any) -> Any:
+    return state.step
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _map_arrays(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: change(x) if trees.is_array(x) else x, tree)
 
 
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
-    """`train` as if there were one island: inside, no type says that values differ between islands.
+    """Returns `train` as if there were one island: inside, no type varies along `names`.
 
-    So whatever `train` does along the axes along which its values differ, such as the norm of its
-    gradients, it does inside the island. The program is the same: types alone are changed.
+    A train step reduces along the axes along which its values vary, such as for the norm of its
+    gradients. Without the islands' axis in the types, it does so inside the island. The program is
+    the same: only types change.
     """
+
+    def hidden(x):
+        axes = tuple(set(names) & set(varying_axes(x)))
+        return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
         _check_split(batch, names)
-        hidden = lambda x: (
-            replicated(x, over) if (over := tuple(set(names) & set(varying_axes(x)))) else x
-        )
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
-        rests = []
+        static_results = []
 
         def traced(arrays):
             inner, batch, limit = eqx.combine(arrays, static)
-            made, rest = eqx.partition(
-                train(inner, batch) if limit is None else train(inner, batch, limit), trees.is_array
-            )
-            rests.append(rest)
-            return made
+            results = train(inner, batch) if limit is None else train(inner, batch, limit)
+            result_arrays, static_part = eqx.partition(results, trees.is_array)
+            static_results.append(static_part)
+            return result_arrays
 
+        # The jaxpr is checked before it runs: it must not send along the islands' axis.
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
         _check_alone(closed.jaxpr, names)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-        inner, info = eqx.combine(jax.tree.unflatten(jax.tree.structure(shapes), leaves), rests[-1])
+        results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        inner, info = eqx.combine(results, static_results[-1])
         number: Int[Array, ""] = inner.step
-        apart = _each((inner, info), lambda x: varying(x, names))
-        return eqx.tree_at(lambda state: state.step, apart[0], number), apart[1]
+        inner, info = _map_arrays(lambda x: varying(x, names), (inner, info))
+        # A number that varied could be no predicate of a round: all devices must take one branch.
+        return eqx.tree_at(_step_of, inner, number), info
 
     return run
 

@@ -1,6 +1,4 @@
-"""What a step of islands changes: a state for each island, and the outer weights, which all islands
-have.
-"""
+"""The state of islands: a training state for each, and the outer weights of all."""
 
 import math
 from collections.abc import Callable
@@ -22,31 +20,31 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """What a round exchanged and no island has used yet. A tree of specs has this form too.
+    """The result of an exchange that no island has used yet. A tree of specs has this form too.
 
     Attributes:
-        mean: of what the islands that were there changed.
-        some: whether there was any: a bool.
-        here: for each island whether it was there: bool [islands].
+        mean: the mean change of the present islands.
+        some: whether any island was present: a bool.
+        present: whether each island was present: bool [islands].
     """
 
     mean: PyTree
     some: PyTree
-    here: PyTree
+    present: PyTree
 
 
 class State(eqx.Module):
-    """All that a step of islands changes. A tree of specs has this form too.
+    """The state that a step of islands changes. A tree of specs has this form too.
 
     Attributes:
         inner: the state of each island: arrays have a first dim, [islands, ...], except `step`,
             which is one number for all.
-        model: the outer weights: of what is trained, as it was after the last round; None for other
-            leaves.
+        model: the outer weights: the trained leaves after the last round; None for other leaves.
         optimizer: the state of the outer optimizer, for each fragment.
-        error: for each fragment what int8 rounded away, [islands, ...]; None where the exchange is
-            exact.
-        sent: for each fragment what waits for its use; None without a delay.
+        error: the rounding error of int8 for each fragment, [islands, ...]; None where the exchange
+            is exact.
+        sent: the result of an exchange that waits for its use, for each fragment; None without a
+            delay.
     """
 
     inner: step.State
@@ -57,7 +55,7 @@ class State(eqx.Module):
 
     @property
     def step(self) -> Any:
-        """How many steps each island made: an int32 scalar."""
+        """The number of steps of each island: an int32 scalar."""
         return self.inner.step
 
 
@@ -65,7 +63,7 @@ class StateInit(NamedTuple):
     """A state of islands that can be made.
 
     Attributes:
-        init: makes it of the state of one island.
+        init: makes it from the state of one island.
         shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
         specs: the spec of each array.
     """
@@ -94,10 +92,10 @@ def init(
         specs: its specs, which name no axis of the islands.
         outer: the outer optimizer.
         mesh: the mesh, with the axis of the islands.
-        axis: as in `local`, and so the next one.
-        stream: likewise.
-        trainable: which leaves the outer optimizer works on, as in `step.init`. Others stay each
-            island's own.
+        axis: the axis of the islands, as in `local`.
+        stream: the fragments and their delay, as in `local`.
+        trainable: the leaves that the outer optimizer trains, as in `step.init`. Other leaves
+            differ between islands.
 
     Raises:
         ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
@@ -117,153 +115,168 @@ def state_init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """What `init` makes, before it is made, of a state or of its shapes.
+    """Returns the state of islands before it is made, from one island's state or its shapes.
 
     Its `init` takes the state of one island.
     """
-    over, islands = axis_names(axis), number_of_islands(axis, mesh)
+    names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
-    trained = lambda tree: eqx.filter(eqx.filter(tree, trainable), trees.is_inexact)
-    seen = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
-    parts = fragments.checked_fragments(stream, seen, specs.model)
-    make = _maker(
-        outer,
-        parts,
-        trained,
-        islands,
-        feedback=isinstance(axis, ErrorFeedback),
-        waits=stream.delay > 0,
-    )
-    shapes = jax.eval_shape(make, arrays)
 
-    by_path = trees.by_path(specs.model)
-    spec_of = lambda tree: jax.tree.map_with_path(
-        lambda path, leaf: by_path[trees.dotted(path)], tree
-    )
-    stacked = lambda tree: jax.tree.map(lambda spec: P(over, *spec), tree, is_leaf=trees.is_spec)
-    of_parts = [spec_of(jax.eval_shape(part.get, seen)) for part in parts]
-    of_optimizer = (
-        rules.optimizer_specs(outer, jax.eval_shape(part.get, seen), found, mesh)
-        for part, found in zip(parts, of_parts, strict=True)
-    )
-    placed = State(
-        step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale)),
-        spec_of(seen),
-        tuple(of_optimizer),
-        tuple(
-            None if error is None else stacked(found)
-            for error, found in zip(shapes.error, of_parts, strict=True)
-        ),
-        tuple(
-            None if sent is None else SentChanges(found, P(), P(over))
-            for sent, found in zip(shapes.sent, of_parts, strict=True)
-        ),
-    )
-    at = trees.shardings(placed, mesh)
-    begin = jax.jit(make, out_shardings=at)
-    whole = lambda state: eqx.tree_at(
-        lambda state: state.inner, state, eqx.combine(state.inner, static)
-    )
-    shapes = jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, at
-    )
-    return StateInit(
-        lambda state: whole(begin(eqx.filter(state, trees.is_array))), whole(shapes), placed
-    )
+    def trained(model):
+        return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
+    weights = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
+    parts = fragments.checked_fragments(stream, weights, specs.model)
+    has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
-def _maker(
-    outer, parts, trained, islands: int, *, feedback: bool, waits: bool
-) -> Callable[[step.State], State]:
-    """From the arrays of one island's state to those of all islands'."""
-    copies = lambda x: jnp.broadcast_to(x[None], (islands, *x.shape))
-
-    def make(state):
-        stacked = jax.tree.map(copies, state)
-        weights = trained(state.model)
-        found = [part.get(weights) for part in parts]
-        zeros = lambda part, *lead: jax.tree.map(
-            lambda w: jnp.zeros((*lead, *w.shape), accumulation_dtype(w.dtype)), part
-        )
+    def make(arrays):
+        stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
+        weights = trained(arrays.model)
+        weights_of = [part.get(weights) for part in parts]
+        error = [_zeros(part, islands) if has_feedback else None for part in weights_of]
+        sent = [_nothing_sent(part, islands) if waits else None for part in weights_of]
         return State(
-            eqx.tree_at(lambda state: state.step, stacked, state.step),
+            eqx.tree_at(_step, stacked, arrays.step),
             weights,
-            tuple(outer.init(part) for part in found),
-            tuple(zeros(part, islands) if feedback else None for part in found),
-            tuple(
-                SentChanges(zeros(part), jnp.asarray(False), jnp.zeros(islands, bool))
-                if waits
-                else None
-                for part in found
-            ),
+            tuple(map(outer.init, weights_of)),
+            tuple(error),
+            tuple(sent),
         )
 
-    return make
+    placed = _specs(specs, outer, parts, weights, names, mesh, (has_feedback, waits))
+    shardings = trees.shardings(placed, mesh)
+    begin = jax.jit(make, out_shardings=shardings)
+
+    def with_static(state):
+        return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
+
+    def with_sharding(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def init(state):
+        return with_static(begin(eqx.filter(state, trees.is_array)))
+
+    shapes = jax.tree.map(with_sharding, jax.eval_shape(make, arrays), shardings)
+    return StateInit(init, with_static(shapes), placed)
+
+
+def _specs(
+    specs: step.State,
+    outer: optax.GradientTransformation,
+    parts: tuple[fragments.Fragment, ...],
+    weights: PyTree,
+    names: tuple[str, ...],
+    mesh: trees.AnyMesh,
+    has: tuple[bool, bool],
+) -> State:
+    """Returns the specs of a state; `has` says whether it has rounding errors, and sent changes."""
+    by_path = trees.by_path(specs.model)
+
+    def spec_of(tree):
+        return jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
+
+    def stacked(tree):
+        return jax.tree.map(lambda spec: P(names, *spec), tree, is_leaf=trees.is_spec)
+
+    inner = step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale))
+    has_feedback, waits = has
+    optimizer, error, sent = [], [], []
+    for part in parts:
+        part_shapes = jax.eval_shape(part.get, weights)
+        part_specs = spec_of(part_shapes)
+        optimizer.append(rules.optimizer_specs(outer, part_shapes, part_specs, mesh))
+        error.append(stacked(part_specs) if has_feedback else None)
+        sent.append(SentChanges(part_specs, P(), P(names)) if waits else None)
+    return State(inner, spec_of(weights), tuple(optimizer), tuple(error), tuple(sent))
+
+
+def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
+    """Returns zeros of the weights' shapes behind `first_dims`, in the type of their sums."""
+
+    def zeros(w):
+        return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
+
+    return jax.tree.map(zeros, weights)
+
+
+def _nothing_sent(weights: PyTree, islands: int) -> SentChanges:
+    return SentChanges(_zeros(weights), jnp.asarray(False), jnp.zeros(islands, bool))
 
 
 def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
-    """The names of the islands' axis."""
+    """Returns the names of the islands' axis."""
     names = axis.axis_name if isinstance(axis, ErrorFeedback) else Axis.of(axis).names
     return names if isinstance(names, tuple) else (names,)
 
 
 def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
-    """How many islands a mesh has. Raises `ValueError` where it lacks their axis."""
+    """Returns the number of islands of a mesh. Raises `ValueError` if it lacks their axis."""
     names = axis_names(axis)
-    if strange := [name for name in names if name not in mesh.shape]:
-        raise ValueError(
-            f"islands: the mesh has {dict(mesh.shape)}, and no axis {strange[0]!r}. Add it to "
-            "mesh.make."
-        )
+    for name in names:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"islands: the mesh has {dict(mesh.shape)}, and no axis {name!r}. Add it to "
+                "mesh.make."
+            )
     return math.prod(mesh.shape[name] for name in names)
 
 
 def joint_model(state: State) -> PyTree:
-    """The model that the islands train together: the outer weights, and what is not trained as the
-    first island has it.
-    """
+    """Returns the outer weights, with the first island's leaves where nothing is trained."""
     first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
 def shapes_for_islands(shapes: State, islands: int) -> State:
-    """The shapes of a state of another number of islands, to restore it from a checkpoint: each
-    device has all islands' parts.
+    """Returns the shapes of a state of another number of islands, to restore it from a checkpoint.
+
+    Each device has the parts of all islands.
     """
 
-    def leaf(x):
+    def resized(x):
+        if not trees.is_array(x):
+            return x
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
-    each = lambda tree: jax.tree.map(lambda x: leaf(x) if trees.is_array(x) else x, tree)
-    sent = lambda one: None if one is None else SentChanges(one.mean, one.some, each(one.here))
-    inner = eqx.tree_at(
-        _step, each(eqx.tree_at(_step, shapes.inner, None)), shapes.step, is_leaf=_is_none
-    )
+    def resized_sent(sent):
+        if sent is None:
+            return None
+        return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
+
+    inner = jax.tree.map(resized, eqx.tree_at(_step, shapes.inner, None))
+    inner = eqx.tree_at(_step, inner, shapes.step, is_leaf=_is_none)
+    error = jax.tree.map(resized, shapes.error)
     return State(
-        inner, shapes.model, shapes.optimizer, each(shapes.error), tuple(map(sent, shapes.sent))
+        inner, shapes.model, shapes.optimizer, error, tuple(map(resized_sent, shapes.sent))
     )
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """`state` for another number of islands, in the places of `shapes`, and what was lost, in
-    sentences.
+    """Returns `state` for the number of islands of `shapes`, and a sentence for each loss.
 
-        like = islands.shapes_for_islands(prepared.shapes, 2)    # it was saved by two islands
+        like = islands.shapes_for_islands(train_step.shapes, 2)    # it was saved by two islands
         state = checkpoints.restore(like).state
-        state, lost = islands.with_number_of_islands(state, prepared.shapes)
+        state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
-    All islands go on from the outer weights. Of n islands that there were, island i mod n gives
-    island i its inner optimizer's state. What is under way or was rounded away is dropped.
+    All islands continue with the outer weights. Of n islands before, island i mod n gives island i
+    its inner optimizer's state. Exchanges under way and rounding errors are dropped.
     """
-    first = lambda tree: next(
-        leaf.shape[0] for leaf in jax.tree.leaves(tree) if trees.is_array(leaf)
-    )
-    before, islands = first(state.inner.model), first(shapes.inner.model)
-    chosen = jnp.arange(islands) % before
-    taken = lambda tree: jax.tree.map(lambda x: x[chosen], tree)
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
+    before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
+    sources = jnp.arange(islands) % before
     arrays, static = eqx.partition(state, trees.is_array)
+
+    def taken(tree):
+        return jax.tree.map(lambda x: x[sources], tree)
+
+    def zeros(tree):
+        return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
+
+    def nothing_sent(sent):
+        if sent is None:
+            return None
+        mean = jax.tree.map(jnp.zeros_like, sent.mean)
+        return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def change(state):
         inner = state.inner
@@ -274,25 +287,40 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
             inner.step,
             taken(inner.scale),
         )
-        none = lambda sent: SentChanges(
-            jax.tree.map(jnp.zeros_like, sent.mean), jnp.zeros_like(sent.some), zeros(sent.here)
-        )
-        sent = tuple(None if each is None else none(each) for each in state.sent)
+        sent = tuple(map(nothing_sent, state.sent))
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
-    places = jax.tree.map(
-        lambda leaf: getattr(leaf, "sharding", None), eqx.filter(shapes, trees.is_array)
-    )
+    array_shapes = eqx.filter(shapes, trees.is_array)
+    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), array_shapes)
+    new_state = eqx.combine(jax.jit(change, out_shardings=places)(arrays), static)
+    return new_state, _losses(state, before, islands)
+
+
+def _islands(model: PyTree) -> int:
+    """Returns the first dim of the arrays of a stacked model."""
+    return next(leaf.shape[0] for leaf in jax.tree.leaves(model) if trees.is_array(leaf))
+
+
+def _losses(state: State, before: int, islands: int) -> list[str]:
+    """Returns a sentence for each thing that another number of islands does not keep."""
     lost = ["the inner steps since the last round, on every island, where there were any"]
-    lost += [
-        f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"
-    ] * (islands < before)
-    lost += [
-        f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"
-    ] * (islands > before)
-    lost += ["what int8 had rounded away"] * any(jax.tree.leaves(state.error))
-    lost += ["the exchanges under way"] * any(each is not None for each in state.sent)
-    return eqx.combine(jax.jit(change, out_shardings=places)(arrays), static), lost
+    if islands < before:
+        lost.append(
+            f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"
+        )
+    if islands > before:
+        lost.append(
+            f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"
+        )
+    if jax.tree.leaves(state.error):
+        lost.append("what int8 had rounded away")
+    if any(sent is not None for sent in state.sent):
+        lost.append("the exchanges under way")
+    return lost
+
+
+def _inner(state: State) -> step.State:
+    return state.inner
 
 
 def _step(state: Any) -> Any:

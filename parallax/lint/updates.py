@@ -91,7 +91,9 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
             continue
         dims_of[value] = dims
         node = program.made.get(value)
-        for operand in operands(node, value) if node else ():
+        if node is None:
+            continue
+        for operand in operands(node, value):
             before = _before(program, node, operand, value, dims)
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent

@@ -136,8 +136,14 @@ class Value(NamedTuple):
 
     def with_dims_of(self, value: "Value") -> "Value":
         """Returns the facts of these numbers, and of the dims and elements of `value`."""
-        numbers = self[: self._fields.index("dims")]
-        return Value(*numbers, *value[len(numbers) :])
+        return value._replace(
+            differs=self.differs,
+            trip=self.trip,
+            constant=self.constant,
+            narrow=self.narrow,
+            summed=self.summed,
+            parts=self.parts,
+        )
 
     def sliced(self) -> "Value":
         """Returns the facts of a slice along the first dim."""

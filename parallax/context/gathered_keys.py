@@ -1,0 +1,90 @@
+"""Attention over split tokens with all keys and values on every device: the simplest way.
+
+Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
+
+A device sends n - 1 times its keys and values, and has room for all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import axes, linear, varying, varying_axes
+from parallax.context.checks import check_heads, check_places, check_segments
+from parallax.context.orders import ChunkOrder, chunk_table, places, positions, zigzag
+
+
+def gathered(
+    attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
+) -> Callable[..., Any]:
+    """Returns attention of this device's queries to all keys and values, which it gathers.
+
+    It takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, and calls `attend(q, k, v,
+    positions=(of q, of k))` with the keys of whole sequences [B, T, G, K] in their order. If there
+    are segments, `attend` takes `segments=(of q, of k)` too.
+
+    A device computes T / n queries to T keys: twice what causal attention needs. Backward, the
+    gradients of keys and values are scattered, in `q`'s type.
+
+    Args:
+        attend: attention by positions, such as `blockwise`.
+        axis: the axis or axes that the tokens are split over.
+        order: the places of the tokens on the devices.
+
+    The function raises `ValueError` if `attend` ignores the positions and masks by its own count.
+    """
+    axis = Axis.of(axis)
+
+    def attended(q, k, v, *, segments=None):
+        check_heads("context.gathered", q, k, v, None)
+        n, tokens = axis.size(), q.shape[1]
+        in_order, _ = sequence_order(tokens, n, order)
+        q, k, v = vary_alike(q, k, v, axis)
+        k, v = (jnp.take(_gather(x, axis), in_order, axis=1) for x in (k, v))
+        options: dict[str, Any] = {}
+        if segments is not None:
+            options["segments"] = segments, whole_segments(segments, q, axis, in_order)
+        of_queries = positions(tokens, axis, order=order)
+        options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
+        if n > 1:
+            check_places(attend, (q, k, v), options, tokens * n)
+        return attend(q, k, v, **options)
+
+    return attended
+
+
+def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, Array]:
+    """Returns all three, varying along the axis and along the axes of any of them."""
+    return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
+
+
+def _gather(x: Array, axis: Axis) -> Array:
+    """`A[B, T_X] -> A[B, T]`, typed as varying; its transpose is a reduce-scatter."""
+
+    def forward(x):
+        return axis.all_gather(x, axis=1, tiled=True)
+
+    def backward(ct):
+        return axis.reduce_scatter(ct, scatter_dimension=1, tiled=True)
+
+    return linear(x, forward=forward, backward=backward)
+
+
+def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the places of the sequence's tokens among those of device 0, 1, ..., and the inverse.
+
+    `tokens` are those of a device.
+    """
+    inverse = places(tokens * n, chunk_table(order, n)).reshape(-1)
+    return np.argsort(inverse), inverse
+
+
+def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
+    """Returns the segments of whole sequences, in their order."""
+    check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
+    everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)
+    return jnp.take(everywhere, in_order, axis=1)

@@ -1,0 +1,72 @@
+"""Attention over split tokens by two all-to-alls: from tokens to heads, and back.
+
+Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
+
+A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from parallax.collectives import Axis, AxisLike
+from parallax.context.checks import check_heads
+from parallax.context.gathered_keys import sequence_order, vary_alike, whole_segments
+from parallax.context.orders import ChunkOrder, zigzag
+
+
+def ulysses(
+    attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
+) -> Callable[..., Any]:
+    """Returns attention over split tokens, in which a device computes some heads of all tokens.
+
+    It takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all makes them [B, T,
+    H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the sequence, and with
+    `segments=` if there are any. Its result is sent back the same way. If the number of key heads
+    does not divide by the devices, each is sent several times, and the gradients add up.
+
+    Args:
+        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
+            first head is head `axis_index * H / n` of the model: ALiBi's slopes depend on that.
+        axis: the axis or axes that the tokens are split over.
+        order: the places of the tokens on the devices.
+
+    The function raises `ValueError` for heads that do not divide by the devices, and for those that
+    `attention` refuses.
+
+    Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
+    """
+    axis = Axis.of(axis)
+
+    def attended(q, k, v, *, segments=None):
+        check_heads("context.ulysses", q, k, v, None)
+        n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
+        if H % n:
+            raise ValueError(
+                f"context.ulysses: the {H} heads must divide by the {n} devices of {axis.names!r}. "
+                "Use an axis whose size divides them, or context.attention, which needs no number "
+                "of heads."
+            )
+        in_order, inverse = sequence_order(q.shape[1], n, order)
+        copies = _copies(H, G, n)
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+        q, k, v = (
+            jnp.take(axis.all_to_all(x, 2, 1, tiled=True), in_order, axis=1)
+            for x in vary_alike(q, k, v, axis)
+        )
+        options = {}
+        if segments is not None:
+            options["segments"] = whole_segments(segments, q, axis, in_order)
+        out = jnp.take(attend(q, k, v, **options), inverse, axis=1)
+        return axis.all_to_all(out, 1, 2, tiled=True)
+
+    return attended
+
+
+def _copies(H: int, G: int, n: int) -> int:
+    """Returns the fewest copies of each key head with which their number divides by `n` devices."""
+    for copies in range(1, H // G + 1):
+        if (H // G) % copies == 0 and (copies * G) % n == 0:
+            return copies
+    raise AssertionError(f"{H} heads divide by {n} devices")

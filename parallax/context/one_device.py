@@ -1,0 +1,82 @@
+"""Attention on one device, differentiated by the backward pass of a kernel.
+
+Legend: B batch, T tokens, S keys, H heads, G heads of keys and values, K head width.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Shaped
+
+from parallax.collectives.types import varying, varying_axes
+from parallax.context.checks import check_heads, check_segments
+from parallax.context.kernels import TILED, Kernel, Marks
+
+
+def blockwise(
+    q: Float[Array, "batch tokens heads head_width"],
+    k: Float[Array, "batch keys key_heads head_width"],
+    v: Float[Array, "batch keys key_heads head_width"],
+    *,
+    causal: bool = True,
+    segments: Shaped[Array, "..."]
+    | tuple[Shaped[Array, "..."], Shaped[Array, "..."]]
+    | None = None,
+    positions: Marks | None = None,
+    kernel: Kernel = TILED,
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in T.
+
+    Types and derivatives are those of `attention`.
+
+    Args:
+        q: queries.
+        k: keys; with fewer heads, each is of H / G successive heads of `q`.
+        v: their values.
+        causal: whether query t sees only keys 0 to t; with `positions`, only keys whose position
+            is not after its own.
+        segments: the number of each token's document; or those of the queries and of the keys.
+        positions: those of the queries [T] and of the keys [S], if they are not the whole sequence.
+        kernel: computes the blocks.
+
+    Raises:
+        ValueError: heads, tokens or segments that do not fit, or arrays of different types.
+    """
+    check_heads("context.blockwise", q, k, v, None)
+    if positions is None and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
+            "Pass positions=(of the queries, of the keys)."
+        )
+    marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
+    for mark, x in zip(marks or (), (q, k), strict=False):
+        check_segments("context.blockwise", mark, x.shape[:2])
+    arrays = (q, k, v, marks, positions if causal else None)
+    union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
+    # With positions, these and no count of the kernel's say which keys are not later.
+    by_count = causal and positions is None
+
+    def forward(q, k, v, marks, positions):
+        given = {"causal": by_count, "segments": marks, **_positions(positions)}
+        out, lse = kernel.forward(q, k, v, **given)
+        out = out.astype(q.dtype)
+        return out, (q, k, v, out, lse, marks, positions)
+
+    def backward(residuals, ct):
+        q, k, v, out, lse, marks, positions = residuals
+        given = {"causal": by_count, "segments": marks, **_positions(positions)}
+        gradients = kernel.backward(q, k, v, out, lse, ct, **given)
+        return *(x.astype(q.dtype) for x in gradients), None, None
+
+    @jax.custom_vjp
+    def run(*arrays):
+        return forward(*arrays)[0]
+
+    run.defvjp(forward, backward)
+    return run(*varying(arrays, union))
+
+
+def _positions(positions: Marks | None) -> Mapping[str, Any]:
+    """Returns the argument of a kernel: a kernel of the user's may know no positions."""
+    return {} if positions is None else {"positions": positions}

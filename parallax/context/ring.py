@@ -1,0 +1,240 @@
+"""Attention over split tokens: queries stay, keys and values travel from device to device.
+
+Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K head width, c chunks
+of a device, n devices.
+
+In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
+it computes, as many as any other device. There is no conditional, so messages inside and around the
+attention are safe. The results of a hop are merged by their log-sum-exp.
+
+| | messages | bytes a device sends |
+|---|---|---|
+| forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes a token) |
+| backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
+
+In the backward pass the gradients of keys and values follow them, one hop later, and return after
+n - 1 hops. The gradients that a device computes for its own keys stay there and are added.
+
+Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
+ring-flash-attention (2024).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from parallax.collectives import Axis, AxisLike
+from parallax.collectives.types import axes, varying, varying_axes
+from parallax.context.checks import check_attention, check_kernel
+from parallax.context.kernels import TILED, Kernel, merge_softmax
+from parallax.context.orders import BlockPairs, ChunkOrder, block_pairs, zigzag
+
+
+def attention(
+    q: Float[Array, "batch tokens heads head_width"],
+    k: Float[Array, "batch keys key_heads head_width"],
+    v: Float[Array, "batch keys key_heads head_width"],
+    axis: AxisLike,
+    *,
+    causal: bool = True,
+    segments: Shaped[Array, "..."] | None = None,
+    order: ChunkOrder = zigzag,
+    kernel: Kernel = TILED,
+    heads: tuple[int, int] | None = None,
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Returns softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries.
+
+    The result is [B, T_X, H, K], as `q`. Each device holds the tokens that `order` gives it.
+    `positions` says which they are; `split` and `local_tokens` select them. Products have `q`'s
+    type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
+    linear in T: the tiles of `kernel`; for the backward pass `q`, `k`, `v`, the result and one
+    number per query and head.
+
+    Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2, of
+    which 2n are needed. Without `causal` the order does not matter. There is no forward-mode
+    derivative.
+
+    Args:
+        q: queries of this device's tokens.
+        k: their keys; with fewer heads, each is of H / G successive heads of `q`.
+        v: their values.
+        axis: the axis or axes that the tokens are split over; `()` on one device.
+        causal: whether a token sees only itself and earlier tokens.
+        segments: [B, T], the whole number of each token's document. Only tokens of equal numbers
+            see each other.
+        order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own table.
+        kernel: computes the blocks, such as `tiled(1024)`.
+        heads: the heads of the whole model, of queries and of keys. They check that a device of a
+            tensor axis has the keys of its queries.
+
+    Raises:
+        ValueError: heads, tokens or segments that do not fit, or arrays of different types.
+    """
+    axis = Axis.of(axis)
+    table = block_pairs(order, axis.size(), causal=causal)
+    check_attention(q, k, v, segments, axis, table.chunks, heads)
+    if kernel is not TILED and axis.size() * table.chunks > 1:
+        check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
+    arrays = (q, k, v) if segments is None else (q, k, v, segments)
+    union = (*axes(axis.names), *sum(map(varying_axes, arrays), ()))
+    ring = _Ring(axis, table, kernel, causal)
+
+    # JAX's own derivative of the loop would keep each hop's keys; this one sends them again.
+    @jax.custom_vjp
+    def run(*arrays):
+        return _forward(ring, *arrays)[0]
+
+    run.defvjp(partial(_forward, ring), partial(_backward, ring))
+    return run(*varying((q, k, v, segments), union))
+
+
+class _Ring(NamedTuple):
+    """The axis, the table of blocks and the kernel of an attention."""
+
+    axis: Axis
+    table: BlockPairs
+    kernel: Kernel
+    causal: bool
+
+    def local_pairs(self):
+        """Returns the pairs of this device's own chunks."""
+        return jnp.asarray(self.table.own)[self.axis.index()]
+
+    def pairs(self, h):
+        """Returns the pairs of hop h."""
+        return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
+
+    def send(self, tree):
+        """Returns the tree of the previous device: its keys of hop h - 1 are needed in hop h."""
+        n = self.axis.size()
+        return self.axis.permute(tree, [(i, (i + 1) % n) for i in range(n)])
+
+    def hops(self, first: int, last: int, hop, carry):
+        """Returns `carry` after the hops from `first` to before `last`, as one loop."""
+        return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
+
+
+def _forward(ring: _Ring, q, k, v, segments):
+    """Returns the result and the residuals of the backward pass."""
+    n = ring.axis.size()
+    queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
+
+    def visit(sums, keys, pairs):
+        """Returns the sums after these pairs, which may be of the same queries."""
+
+        def add_pair(sums, pair):
+            at, key_chunk, is_needed = pair
+            (q, q_segments), (k, v, k_segments) = _chunk(queries, at), _chunk(keys, key_chunk)
+            segments = _both(q_segments, k_segments)
+            out, lse = ring.kernel.forward(q, k, v, causal=False, segments=segments)
+            # A pair that fills up the table has no weight: every device computes as many.
+            lse = jnp.where(is_needed == 1, lse, -jnp.inf)
+            out_before, lse_before = _chunk(sums, at)
+            merged = merge_softmax(out_before, lse_before, out, lse)
+            return tuple(x.at[at].set(new) for x, new in zip(sums, merged, strict=True)), None
+
+        return lax.scan(add_pair, sums, pairs)[0]
+
+    def hop(h, carry):
+        keys, sums = carry
+        return ring.send(keys), visit(sums, keys, ring.pairs(h))
+
+    # The first message leaves before the local blocks are computed, which hide it.
+    arrived = ring.send(keys) if n > 1 else keys
+    sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
+    sums = visit(sums, keys, ring.local_pairs())
+    if n > 1:
+        arrived, sums = ring.hops(1, n - 1, hop, (arrived, sums))
+        sums = visit(sums, arrived, ring.pairs(n - 1))
+    out = _whole(sums[0]).astype(q.dtype)
+    return out, (q, k, v, segments, out, _whole(sums[1]))
+
+
+def _backward(ring: _Ring, residuals, ct):
+    q, k, v, segments, out, lse = residuals
+    n = ring.axis.size()
+    queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
+
+    def visit(dq, sums, keys, pairs):
+        """Returns the gradients of the queries and keys after the terms of these pairs."""
+
+        def add_pair(carry, pair):
+            (dq, sums), (at, key_chunk, is_needed) = carry, pair
+            q, out, lse, ct, q_segments = _chunk(queries, at)
+            k, v, k_segments = _chunk(keys, key_chunk)
+            # With this log-sum-exp all weights of a pair that fills up the table are 0.
+            lse = jnp.where(is_needed == 1, lse, jnp.inf)
+            segments = _both(q_segments, k_segments)
+            dq_term, *terms = ring.kernel.backward(
+                q, k, v, out, lse, ct, causal=False, segments=segments
+            )
+            sums = tuple(x.at[key_chunk].add(term) for x, term in zip(sums, terms, strict=True))
+            return (dq.at[at].add(dq_term), sums), None
+
+        return lax.scan(add_pair, (dq, sums), pairs)[0]
+
+    def hop(h, carry):
+        keys, dq, sums = carry
+        return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
+
+    arrived = ring.send(keys) if n > 1 else keys
+    q, out, lse, ct, q_segments = queries
+    diagonal = _diagonal(ring, ring.kernel.backward, q_segments, keys[2])
+    dq, *local_sums = diagonal(q, *keys[:2], out, lse, ct)
+    dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
+    if n > 1:
+        # The gradients follow their keys by one hop, so the first and the last hop are no part of
+        # the loop: the first has no gradients to send, the last no keys.
+        following = ring.send(arrived) if n > 2 else arrived
+        dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
+        following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
+        if n > 2:
+            dq, sums = visit(dq, ring.send(sums), following, ring.pairs(n - 1))
+        local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
+    return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
+
+
+def _diagonal(ring: _Ring, f, q_segments, k_segments):
+    """Returns a kernel's function of chunks [c, B, ...] and the keys of the same chunks.
+
+    The kernel takes the chunks for a larger batch.
+    """
+
+    def as_batch(x):
+        return x.reshape(-1, *x.shape[2:])
+
+    def on_chunks(*arrays):
+        segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
+        results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
+        return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)
+
+    return on_chunks
+
+
+def _both(q_segments, k_segments):
+    """Returns the segments of queries and keys, or None."""
+    return None if q_segments is None else (q_segments, k_segments)
+
+
+def _chunk(tree, at):
+    """Returns one chunk of each array."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), tree)
+
+
+def _chunks(ring: _Ring, tree):
+    """Returns arrays [B, T, ...] as [c, B, T / c, ...]."""
+
+    def in_chunks(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], ring.table.chunks, -1, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(in_chunks, tree)
+
+
+def _whole(x):
+    """Returns the inverse of `_chunks`, of one array."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])

@@ -1,0 +1,221 @@
+"""Runs many experts on many rows: pairs sorted by expert, in blocks of rows of one expert.
+
+Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from parallax._typing import PyTree
+from parallax.collectives.types import accumulation_dtype, varying, varying_axes
+
+Expert = Callable[[Any, Float[Array, "rows width"]], Float[Array, "rows width"]]
+
+
+@runtime_checkable
+class ExpertCompute(Protocol):
+    """Computes each row's sum of weight times result over its experts: `x[N, D] -> y[N, D]`."""
+
+    def __call__(
+        self,
+        experts: PyTree,
+        x: Float[Array, "rows width"],
+        source: Int[Array, " pairs"],
+        ids: Int[Array, " pairs"],
+        weights: Float[Array, " pairs"],
+        /,
+    ) -> Float[Array, "rows width"]:
+        """Pair r sends row `source[r]` to expert `ids[r]`, and to no expert if that is E."""
+        ...
+
+
+def call_module(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+    """Calls an expert that is a module of rows: `expert(rows)`."""
+    return expert(rows)
+
+
+def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
+    """Runs `expert(its parameters, rows)` on one block of rows after another.
+
+    Pairs are sorted by expert, and each expert's pairs are cut into blocks of `size` rows, the last
+    one filled up. A loop runs over the blocks, so the work is that of the sum over experts of
+    ceil(pairs / size) times `size` rows, without room for a worst case. The loop holds the
+    activations of one block. The backward pass runs the same loop, and computes each block again: 4
+    units of work for 3.
+
+    `expert` must treat each row by itself. It is differentiated once, in reverse mode.
+
+    Args:
+        expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts.
+        size: the rows of a block. Use 128 on a CPU, and more on an accelerator with fast matmuls.
+
+    Raises:
+        ValueError: `expert` returns rows of another shape or type; or size is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"experts.grouped: a block needs 1 row or more; got size={size}. Use 128.")
+
+    def compute(experts, x, source, ids, weights):
+        trained, untrained = eqx.partition(experts, eqx.is_inexact_array)
+        others, static = eqx.partition(untrained, eqx.is_array)
+
+        def apply(trained, others, rows):
+            results = expert(eqx.combine(trained, others, static), rows)
+            _check_results(results, rows)
+            return results
+
+        arguments = trained, others, x, source, ids, weights
+        axes = {name: None for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)}
+        # All that goes into a loop must vary along the same axes, or its carry changes its type.
+        return _loops(apply, size)(*varying(arguments, tuple(axes)))
+
+    return compute
+
+
+def _check_results(results: Array, rows: Array) -> None:
+    if (results.shape, results.dtype) != (rows.shape, rows.dtype):
+        needed, got = (f"{x.dtype}{list(x.shape)}" for x in (rows, results))
+        raise ValueError(
+            f"experts: an expert must return rows like those that it takes, {needed}; it "
+            f"returned {got}. Let its last layer be of the model's width and type."
+        )
+
+
+class Block(NamedTuple):
+    """One block of rows; the last rows may only fill it up.
+
+    Attributes:
+        expert: the number of the expert.
+        read: the rows of x. Filling rows are copies of the last one that counts, so all that is
+            computed is finite.
+        written: the same rows. Filling rows have numbers out of range, each a different one.
+        pair: the pair of each row. Filling rows have numbers out of range, each a different one.
+    """
+
+    expert: Int[Array, ""]
+    read: Int[Array, " size"]
+    written: Int[Array, " size"]
+    pair: Int[Array, " size"]
+
+
+def _table(
+    source: Array, ids: Array, rows: int, count: int, size: int
+) -> tuple[Callable[[Array], Block], Array]:
+    """Returns a function from a block's number to the block, and the number of blocks."""
+    pairs = len(ids)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
+    ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)  # of each expert, in blocks
+    within = jnp.arange(size, dtype=jnp.int32)
+
+    def block(j):
+        expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
+        before = jnp.where(expert > 0, ends[expert - 1], 0)
+        place = starts[expert] + (j - before) * size + within
+        counts = place < starts[expert + 1]
+        pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
+        read = source[pair]
+        return Block(
+            expert,
+            read,
+            jnp.where(counts, read, rows + within),
+            jnp.where(counts, pair, pairs + within),
+        )
+
+    return block, ends[-1]
+
+
+def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
+    """Returns the loop over blocks, with the loop of its backward pass."""
+
+    # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
+    @jax.custom_vjp
+    def run(trained, others, x, source, ids, weights):
+        block_of, count = _table(source, ids, len(x), _count(trained, others), size)
+
+        def body(j, y):
+            block = block_of(j)
+            results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
+            scale = _take(weights, block.pair)[:, None].astype(results.dtype)
+            return _add(y, block.written, results * scale)
+
+        return lax.fori_loop(jnp.zeros_like(count), count, body, _zeros(x)).astype(x.dtype)
+
+    def forward(*arguments):
+        return run(*arguments), arguments
+
+    def backward(arguments, ct):
+        trained, others, x, source, ids, weights = arguments
+        block_of, count = _table(source, ids, len(x), _count(trained, others), size)
+
+        def body(j, sums):
+            block = block_of(j)
+            local_expert = functools.partial(_apply, expert, others, block)
+            results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
+            cotangent = _take(ct, block.written)
+            scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
+            d_trained, d_rows = transpose(cotangent * scale)
+            trained_sum, x_sum, weights_sum = sums
+            kind = weights_sum.dtype
+            d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
+            return (
+                jax.tree.map(functools.partial(_add_at, block.expert), trained_sum, d_trained),
+                _add(x_sum, block.written, d_rows),
+                _add(weights_sum, block.pair, d_weights),
+            )
+
+        differentiated = trained, x, weights
+        sums = jax.tree.map(_zeros, differentiated)
+        sums = lax.fori_loop(jnp.zeros_like(count), count, body, sums)
+        d_trained, d_x, d_weights = jax.tree.map(_as_type_of, sums, differentiated)
+        no_gradient = jax.tree.map(lambda _: None, others)
+        return d_trained, no_gradient, d_x, None, None, d_weights
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _apply(
+    expert: Callable[..., Array], others: PyTree, block: Block, trained: PyTree, rows: Array
+) -> Array:
+    """Runs the block's expert, with its own part of the untrained arrays."""
+    return expert(trained, _at(others, block.expert), rows)
+
+
+def _at(tree: PyTree, i: Array) -> PyTree:
+    """Returns element i of each array along its first dim."""
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), tree)
+
+
+# A block's numbers out of range are of filling rows: nothing is read or written for them.
+
+
+def _take(x: Array, index: Array) -> Array:
+    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _add(total: Array, index: Array, term: Array) -> Array:
+    return total.at[index].add(term.astype(total.dtype), mode="drop", unique_indices=True)
+
+
+def _add_at(i: Array, total: Array, term: Array) -> Array:
+    return total.at[i].add(term.astype(total.dtype))
+
+
+def _zeros(x: Array) -> Array:
+    return jnp.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+
+
+def _as_type_of(total: Array, x: Array) -> Array:
+    return total.astype(x.dtype)
+
+
+def _count(*trees: PyTree) -> int:
+    return jax.tree.leaves(trees)[0].shape[0]
