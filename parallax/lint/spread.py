@@ -381,14 +381,11 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
     The terms were reduced over that dim.
     """
 
-    def is_split(value, i):
-        dims = value.dims or ()
-        return i < len(dims) and axis in dims[i].split | dims[i].within
+    def split_dims(value):
+        dims = enumerate(value.dims or ())
+        return {i for i, dim in dims if axis in dim.split | dim.within}
 
-    return any(
-        is_split(value, i) and not any(is_split(term, i) for term in with_term)
-        for i in range(len(value.dims or ()))
-    )
+    return bool(split_dims(value) - set().union(*map(split_dims, with_term)))
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:

@@ -256,8 +256,9 @@ def _bare(program: Flat, value: int) -> int:
 def _is_full(program: Flat, value: int) -> bool:
     """Returns whether a value has several elements, and is not one number in every place."""
     size, node = program.types[value].size, program.made.get(value)
-    is_laid_out = node is not None and node.name in LAID_OUT
-    return size > 1 and not (is_laid_out and program.types[node.inputs[0]].size < size)
+    if node is None or node.name not in LAID_OUT:
+        return size > 1
+    return size > 1 and program.types[node.inputs[0]].size >= size
 
 
 def _is_of_optax(node: Node) -> bool:
