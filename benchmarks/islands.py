@@ -122,10 +122,10 @@ def everywhere(config: gpt2.Config) -> tuple[jax.sharding.Mesh, Any, int]:
 def apart(config: gpt2.Config, every: int, axis: Any) -> tuple[jax.sharding.Mesh, Any, int]:
     """Two islands of one process each."""
     devices = mesh.make(island=2, **Layout().axes)
-    local = decoder.local_step(
+    one_island = decoder.train_step(
         *(gpt2.FAMILY, config, optax.adamw(1e-3), Layout(), devices), batch=4, key=jax.random.key(0)
     )
-    prepared = on_islands.train_step(local, islands.outer_nesterov(), every=every, axis=axis)
+    prepared = on_islands.train_step(one_island, islands.outer_nesterov(), every=every, axis=axis)
     return devices, prepared, every
 
 

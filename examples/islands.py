@@ -49,13 +49,13 @@ def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
     """Islands of four devices each."""
     layout = Layout(data=8 // ISLANDS)
     devices = mesh.make(island=ISLANDS, data=8 // ISLANDS, stage=1, tensor=1)
-    local = decoder.local_step(
+    one_island = decoder.train_step(
         *(gpt2.FAMILY, CONFIG, adamw(steps), layout, devices),
         batch=BATCH // ISLANDS,
         key=jax.random.key(0),
     )
     prepared = on_islands.train_step(
-        local, islands.outer_nesterov(0.7, 0.6), every=EVERY, axis=axis
+        one_island, islands.outer_nesterov(0.7, 0.6), every=EVERY, axis=axis
     )
     return devices, prepared, islands.joint_model
 

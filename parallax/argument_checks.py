@@ -24,6 +24,7 @@ def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
     integers = []
     for name, value in numbers.items():
         try:
+            # `int` would take 1.5 and '7' too.
             integers.append(operator.index(value))
         except TypeError as error:
             raise ValueError(
@@ -39,6 +40,7 @@ def check_not_deleted(where: str, tree: PyTree) -> None:
     Raises:
         ValueError: there is one; the message names its leaf.
     """
+    # JAX flattens None away, and with it the leaf that is missing.
     for path, leaf in tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]:
         if leaf is None:
             raise ValueError(
@@ -75,10 +77,12 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         )
     if not (_known(ids) and _known(weights)):
         return
+    # In NumPy: on a device this check would be a compiled program for each shape.
     ids = np.asarray(ids)
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
         counts = np.asarray(weights) != 0
+        # From the end on: whether any token from here on counts.
         counts = np.maximum.accumulate(
             np.concatenate([counts[:, :1], counts], axis=1)[:, ::-1], axis=1
         )[:, ::-1]

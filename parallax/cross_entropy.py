@@ -62,6 +62,66 @@ def mean(
             no targets.
     """
     axis = Axis.of(axis)
+    _check_mean(x, targets, axis, block_tokens)
+    # All vary alike in the rule below; where they did not before, the transpose of `varying` adds
+    # up.
+    others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
+    union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
+    count, wide = targets.size, precision.accumulation_dtype(x.dtype)
+    # The blocks are equal, so the loop is compiled once; the last one is filled up.
+    blocks = -(-count // block_tokens)
+
+    def in_blocks(leaf, dims=0):
+        return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
+
+    def make_logits(x, table):
+        return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
+
+    def losses_of(logits, targets, weights=None):
+        return tensor.cross_entropy(logits, targets, axis, weights=weights, vocabulary=vocabulary)
+
+    @jax.custom_vjp
+    def loss(x, table, *others):
+        def block(_, parts):
+            return None, losses_of(make_logits(parts[0], table), *parts[1:])
+
+        _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
+        return jnp.mean(losses.reshape(-1)[:count])
+
+    def forward(x, table, *others):
+        def block(sums, parts):
+            part, *of_tokens = parts
+            losses, transposed = jax.vjp(
+                lambda logits: losses_of(logits, *of_tokens), make_logits(part, table)
+            )
+            error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
+            # The table's gradient is added up in float32 or wider over all blocks, and rounded once
+            # at the end.
+            sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
+            share = jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide)
+            return sums, (losses, share)
+
+        zeros = match_varying(jnp.zeros(table.shape, wide), table)
+        parts = in_blocks(x, 1), *map(in_blocks, others)
+        sums, (losses, shares) = lax.scan(block, zeros, parts)
+        mean_loss = jnp.mean(losses.reshape(-1)[:count])
+        gradient_of_x = shares.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
+        return mean_loss, (gradient_of_x, sums)
+
+    def backward(gradients, ct):
+        # The loss is a mean, and what was kept are gradients of a sum.
+        scaled = [
+            (g * (ct / count)).astype(leaf.dtype)
+            for g, leaf in zip(gradients, (x, table), strict=True)
+        ]
+        return *scaled, *(None for _ in others)
+
+    loss.defvjp(forward, backward)
+    return loss(*varying((x, table), union), *others)
+
+
+def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None:
+    """Refuse what `mean` cannot be taken of."""
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
@@ -76,64 +136,13 @@ def mean(
             "cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape "
             f"{targets.shape}."
         )
-    # Both vary alike in the rule below; where they did not before, the transpose of `varying` adds
-    # up.
-    each = (
-        (targets,) if weights is None else (targets, lax.stop_gradient(weights))
-    )  # what else a token has
-    union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, each), start=())
-    count, width, wide = targets.size, x.shape[-1], precision.accumulation_dtype(x.dtype)
-    blocks = -(-count // block_tokens)
 
-    def in_blocks(leaf, *dims):
-        """Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient."""
-        padding = [(0, -count % blocks)] + [(0, 0)] * len(dims)
-        return jnp.pad(leaf.reshape(count, *dims), padding).reshape(blocks, -1, *dims)
 
-    def whole(leaf, *dims):
-        return leaf.reshape(-1, *dims)[:count]
-
-    def make_logits(x, table):
-        return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
-
-    def losses_of(logits, targets, weights=None):
-        return tensor.cross_entropy(logits, targets, axis, weights=weights, vocabulary=vocabulary)
-
-    @jax.custom_vjp
-    def loss(x, table, *each):
-        block = lambda _, parts: (None, losses_of(make_logits(parts[0], table), *parts[1:]))
-        return jnp.mean(
-            whole(lax.scan(block, None, (in_blocks(x, width), *map(in_blocks, each)))[1])
-        )
-
-    def forward(x, table, *each):
-        def block(sums, parts):
-            part, *of_tokens = parts
-            losses, transposed = jax.vjp(
-                lambda logits: losses_of(logits, *of_tokens), make_logits(part, table)
-            )
-            error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
-            sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
-            return sums, (
-                losses,
-                jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide),
-            )
-
-        zeros = match_varying(jnp.zeros(table.shape, wide), table)
-        sums, (losses, shares) = lax.scan(
-            block, zeros, (in_blocks(x, width), *map(in_blocks, each))
-        )
-        return jnp.mean(whole(losses)), (whole(shares, width).reshape(x.shape), sums)
-
-    def backward(gradients, ct):
-        scaled = [
-            (g * (ct / count)).astype(leaf.dtype)
-            for g, leaf in zip(gradients, (x, table), strict=True)
-        ]
-        return *scaled, *(None for _ in each)
-
-    loss.defvjp(forward, backward)
-    return loss(*varying((x, table), union), *each)
+def _in_blocks(leaf: Array, blocks: int) -> Array:
+    """`leaf`, a row for each token, as `[blocks, tokens of one, ...]`."""
+    # Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient.
+    padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
+    return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
 
 def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:

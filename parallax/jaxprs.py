@@ -181,15 +181,10 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     penalty on weights is no use of them. An argument that goes into a `ppermute` counts as sent on
     all ways: a ring written by hand leaves a device's own block in its place.
     """
-    jaxpr = opened(closed)
-    count = len(jaxpr.invars)
+    count = len(opened(closed).invars)
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
-    ways = _Ways(axis, of_data | 1 << count)  # with a bit for constants that differ
-    constants = [
-        Reach(1 << count if axis in collective_types.axes_of_type(var.aval) else 0)
-        for var in jaxpr.constvars
-    ]
-    reaches = ways.run(jaxpr, [Reach(1 << i, 1 << i) for i in range(count)], constants)
+    ways = _Ways(axis, of_data, of_constants=1 << count)
+    reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
 
     def bits(mask):
         return [bool(mask >> i & 1) for i in range(count)]
@@ -203,19 +198,13 @@ class Following:
 
     Attributes:
         unknown: what is known of any value.
-        axis: the axis along which devices differ.
     """
 
     unknown: Any
 
-    def __init__(self, axis: str):
-        self.axis = axis
-        self.sent: dict[
-            int, tuple[JaxprEqn, frozenset[str]]
-        ] = {}  # by an equation's id: a loop's body is read several times
-
-    def written(self, value: Any) -> Any:
-        """What is known of a number that is written into the program."""
+    def constant(self, aval: Any, value: Any) -> Any:
+        """What is known of a number in the program, of the type `aval`; `value` is None where the
+        program has its type alone."""
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
@@ -227,15 +216,17 @@ class Following:
         """What is known of a value that was made, or chosen, by all of these."""
         return functools.reduce(operator.or_, operands, self.unknown)
 
-    def run(
-        self, jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any] = ()
-    ) -> list[Any]:
+    def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         """What is known of a program's results."""
-        known = dict(zip(jaxpr.constvars, constants, strict=False))
+        jaxpr = opened(program)
+        # An inner program that was opened has lost its constants' values; their types are left.
+        numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
+        constants = map(self.constant, types(jaxpr.constvars), numbers)
+        known = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= zip(jaxpr.invars, arguments, strict=True)
 
         def read(atom):
-            return self.written(atom.val) if is_literal(atom) else known.get(atom, self.unknown)
+            return self.constant(atom.aval, atom.val) if is_literal(atom) else known[atom]
 
         for eqn in jaxpr.eqns:
             known |= zip(eqn.outvars, self.results(eqn, list(map(read, eqn.invars))), strict=True)
@@ -245,11 +236,7 @@ class Following:
         """What is known of an equation's results."""
         name = eqn.primitive.name
         if name == "cond":
-            branches = [self.run(branch, operands[1:]) for branch in inner(eqn)]
-            return [
-                self.met([operands[0], functools.reduce(operator.or_, ways)])
-                for ways in zip(*branches, strict=True)
-            ]
+            return self.branches(eqn, operands)
         if name == "scan":
             first, carries = scan_parts(eqn)
             return self.loop(
@@ -264,8 +251,9 @@ class Following:
             return self.loop(
                 opened(eqn.params["body_jaxpr"]), of_body[:constants], of_body[constants:], []
             )
-        if (body := called(eqn)) is not None:
-            return self.run(body, operands)
+        if called(eqn) is not None:
+            return self.run(closed(eqn.params)[0], operands)
+        # A collective of several arrays computes each result from one of them.
         side_by_side = name in COLLECTIVES or name == "optimization_barrier"
         if side_by_side and len(operands) == len(eqn.outvars):
             return [
@@ -274,16 +262,21 @@ class Following:
             ]
         return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
 
-    def is_sent(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation has a collective over the axis; what it calls is opened once."""
-        if id(eqn) not in self.sent:
-            self.sent[id(eqn)] = eqn, sent_over(eqn)
-        return self.axis in self.sent[id(eqn)][1]
+    def branches(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """What is known of a conditional's results, of which each is that of one of its
+        branches."""
+        every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
+        return [
+            self.met([operands[0], functools.reduce(operator.or_, values)])
+            for values in zip(*every_branch, strict=True)
+        ]
 
     def loop(
         self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
     ) -> list[Any]:
         """What is known of a loop's results, once its carries have settled."""
+        # Each round adds something to what is known of a carry, and there are finitely many leaves
+        # to add.
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
             joined = list(map(operator.or_, carry, carried))
@@ -292,18 +285,43 @@ class Following:
             carry = joined
 
 
-class _Ways(Following):
+class FollowingAlong(Following):
+    """A `Following` of a program whose devices differ along an axis.
+
+    Attributes:
+        axis: the axis.
+    """
+
+    def __init__(self, axis: str):
+        self.axis = axis
+        # By an equation's id, since a loop's body is read several times.
+        self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
+
+    def is_sent(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation has a collective over the axis; what it calls is opened once."""
+        if id(eqn) not in self._sent:
+            self._sent[id(eqn)] = eqn, sent_over(eqn)
+        return self.axis in self._sent[id(eqn)][1]
+
+
+class _Ways(FollowingAlong):
     """Follows arguments through a program; `passed_on` are those that go into a `ppermute`."""
 
     unknown = Reach()
 
-    def __init__(self, axis: str, data: int):
+    def __init__(self, axis: str, data: int, of_constants: int):
         super().__init__(axis)
-        self.data, self.passed_on = data, 0
+        self.data, self.of_constants = data | of_constants, Reach(of_constants)
+        self.passed_on = 0
+
+    def constant(self, aval: Any, value: Any) -> Reach:
+        return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())
+        # What goes through a collective has met other devices' parts: it is no use of a share
+        # alone.
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone
@@ -421,11 +439,11 @@ def is_float(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def counted_scope(name: str, *, runs: int, of: int) -> str:
+def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     """A name for the `jax.named_scope` of a loop of one trip or of none: so many trips in so many
     rounds of the loop around it.
 
     A table says in which rounds, so the compiler does not know the number. Readers of the compiled
     program find it in this name.
     """
-    return f"{name}.{runs}_of_{of}"
+    return f"{name}.{runs}_of_{rounds}"

@@ -101,6 +101,8 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
+        # The class is frozen. NumPy's numbers would not become JSON, and two equal layouts would
+        # have two hashes.
         for name, value in _as_python(vars(self)).items():
             object.__setattr__(self, name, value)
         self._refuse({})
@@ -213,36 +215,27 @@ class Layout:
         """Whether there is a layout of these fields, the others at their defaults."""
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
-    def check(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        hidden: int,
-        rows: int,
-        batch: int,
-        tokens: int,
-        experts: int | None = None,
-        devices: int | None = None,
-        processes: int | None = None,
-    ) -> None:
-        """Refuse a model, a global batch (in sequences of `tokens`) or a machine that this layout
-        does not fit.
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Refuse a model, a global batch (in sequences) or a machine that this layout does not fit.
+
+            layout.check(config.sizes | {"batch": 64, "devices": 8})
+
+        Args:
+            sizes: layers, heads, hidden, rows, tokens and batch; where they are known, experts,
+                devices and processes too.
 
         Raises:
-            ValueError: what was needed, what came, and the nearest sizes that work in every
-                respect.
+            ValueError: a size is missing or has another name; or what was needed, what came, and
+                the nearest sizes that work in every respect.
         """
-        sizes = {
-            "layers": layers,
-            "heads": heads,
-            "hidden": hidden,
-            "rows": rows,
-            "batch": batch,
-            "tokens": tokens,
-        }
-        optional = {"experts": experts, "devices": devices, "processes": processes}
-        self._refuse(sizes | {name: size for name, size in optional.items() if size is not None})
+        needed, optional = {*validate.SIZES}, {*validate.OPTIONAL_SIZES}
+        if not needed <= sizes.keys() <= needed | optional:
+            raise ValueError(
+                f"Layout.check needs the sizes {', '.join(validate.SIZES)}, and may have "
+                f"{', '.join(validate.OPTIONAL_SIZES)}; got {', '.join(sizes) or 'none'}. Use "
+                'config.sizes | {"batch": sequences}.'
+            )
+        self._refuse(dict(sizes))
 
     def _refuse(self, sizes: dict[str, Any]) -> None:
         message = validate.refusal(vars(self), _as_python(sizes))
@@ -272,6 +265,7 @@ class Layout:
             ValueError: a part that is no `name=value`, an unknown name or value, a name twice; or
                 as `Layout` does.
         """
+        # All parts are read before the first fault is told, so that the proposal has the others.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -296,6 +290,7 @@ class Layout:
         """
         try:
             values = json.loads(text)
+        # Deeply nested JSON ends in a RecursionError.
         except (ValueError, RecursionError) as error:
             example = Layout().to_json()
             raise ValueError(
@@ -341,6 +336,7 @@ def _typed(name: str, text: str) -> Any:
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
+    # Python refuses to read a number of thousands of digits, with an error of its own.
     is_number = text.removeprefix("-").isdecimal() and len(text) < 20
     return int(text) if kind is int and is_number else text
 

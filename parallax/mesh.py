@@ -64,6 +64,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     types = (AxisType.Auto,) * len(sizes)
     from parallax import torus  # only a mesh of real devices needs it
 
+    # Auto axes: on the Explicit ones of `jax.make_mesh`, `shard_map` refuses inputs that are laid
+    # out otherwise.
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
@@ -154,6 +156,7 @@ def spmd(
         arrays, static_in = eqx.partition(arguments, is_array)
         check_specs(arrays, in_specs, over)
         arrays = _laid_out(arrays, in_specs, over)
+        # A function or a number cannot be a result of `shard_map`, so it leaves by a list.
         static_out = []
 
         def body(*arrays):
@@ -184,6 +187,7 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 def _in_context(mesh: AnyMesh) -> AnyMesh:
     """`mesh` with the axis types that `jax.set_mesh` gave it."""
     context = jax.sharding.get_abstract_mesh()
+    # JAX would map over the remaining axes alone, of which there are none.
     if context.manual_axes:
         names = ", ".join(map(repr, context.manual_axes))
         raise ValueError(
@@ -288,21 +292,26 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
             "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a "
             "checkpoint."
         )
+    # NumPy's arrays lie on no device, so all their bytes travel.
     had = leaf.sharding.devices_indices_map(leaf.shape) if isinstance(leaf, jax.Array) else {}
-    volume = lambda box: math.prod(stop - start for start, stop in box)
+
+    def volume(box):
+        return math.prod(stop - start for start, stop in box)
+
     missing = 0
     for device, place in sharding.devices_indices_map(leaf.shape).items():
         needed = _box(place, leaf.shape)
         missing += volume(needed)
         if device in had:
             pairs = zip(needed, _box(had[device], leaf.shape), strict=True)
+            # What the old and the new block share, dim by dim; an empty overlap counts nothing.
             missing -= volume([(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in pairs])
     return missing * leaf.dtype.itemsize
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Where an index begins and ends in each dim."""
-    return [each.indices(size)[:2] for each, size in zip(place, shape, strict=True)]
+    return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
 def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
@@ -312,14 +321,17 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
+        # The most common mistake first: a number that `jax.jit` made an array.
         _check_none(specs, tree)
         raise ValueError(
             "The specs must have the structure of the arguments, or of a prefix of it: one "
             f"PartitionSpec an argument, or a tree as rules.specs makes. {error}"
         ) from error
-    jax.tree.map_with_path(
-        lambda path, leaf, spec: check_spec(dotted(path), leaf, spec, mesh), tree, fitted
-    )
+
+    def check(path, leaf, spec):
+        check_spec(dotted(path), leaf, spec, mesh)
+
+    jax.tree.map_with_path(check, tree, fitted)
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
@@ -327,7 +339,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if any(tuple(path[: len(each)]) == each for each in static):
+        if any(tuple(path[: len(prefix)]) == prefix for prefix in static):
             raise ValueError(
                 f"{dotted(path)}: the specs have None, as for a leaf that is no array (a Python "
                 f"number, a function), and an array came, {leaf.dtype}{list(leaf.shape)}. jax.jit "
@@ -341,29 +353,30 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
     """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message
     where the spec is from.
     """
-    of = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
+    where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
+    # JAX refuses these too, with the numbers of dims and no path.
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:
             raise ValueError(
-                f"{of} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. Use one "
-                "of those."
+                f"{where} names the mesh axis {name!r}, and the mesh has {dict(mesh.shape)}. "
+                "Use one of those."
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"{of} uses the mesh axis {name!r} {names.count(name)} times. An array is split "
+                f"{where} uses the mesh axis {name!r} {names.count(name)} times. An array is split "
                 "over an axis once."
             )
     if len(spec) > leaf.ndim:
         raise ValueError(
-            f"{of} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape "
+            f"{where} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape "
             f"{leaf.shape}). Drop entries: at most one for each dim."
         )
     for dim, entry in enumerate(spec):
         size = math.prod(mesh.shape[name] for name in entry_axes(entry))
         if leaf.shape[dim] % size:
             raise ValueError(
-                f"{of}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of mesh "
-                f"axis {' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or "
+                f"{where}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of "
+                f"mesh axis {' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or "
                 "replicate this leaf with P()."
             )

@@ -12,10 +12,13 @@ falls when a gradient overflows, and that step is skipped; it rises when none ha
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
         return precision.unscaled(grads.averaged(grad, ring("data")), scale)
 
+    train = step.make(precision.ScaledGrad(grad_of), optimizer)
+
 Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -27,7 +30,8 @@ from jaxtyping import Array, Bool, Float, Int
 from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives.types import accumulation_dtype
-from parallax.grads import map_loss_and_aux, matching_parameters, refuse_clipped
+from parallax.grads.norms import refuse_clipped
+from parallax.grads.results import map_loss_and_aux, matching_parameters
 
 Tree = TypeVar("Tree", bound=PyTree)
 LEAST = 1.0  # the smallest loss scale: a step that overflows at this one is no matter of scale
@@ -64,6 +68,7 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
     Auxiliary values stay as they are.
     """
 
+    # A float16 loss times 2^15 would overflow.
     def scaled_loss(value):
         dtype = accumulation_dtype(value.dtype)
         return value.astype(dtype) * scale.astype(dtype)
@@ -84,6 +89,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     """
 
     def divided(leaf):
+        # In float16 a small gradient over a scale of 2^15 would be 0.
         dtype = accumulation_dtype(leaf.dtype)
         return leaf.astype(dtype) / scale.astype(dtype)
 
@@ -117,6 +123,18 @@ class Scale(eqx.Module):
         self.good = self.skipped = jnp.zeros((), jnp.int32)
 
 
+@dataclass(frozen=True)
+class ScaledGrad:
+    """A gradient function for `step.make` that depends on the loss scale, as float16 needs.
+
+    Args:
+        grad_of: from the scale, a scalar, to the gradient function, whose gradients are `unscaled`.
+            It is given None where the state of the step has no scale.
+    """
+
+    grad_of: Callable[[Any], Callable[..., Any]]
+
+
 def adjusted(
     scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0
 ) -> Scale:
@@ -133,6 +151,7 @@ def adjusted(
         interval: steps without an overflow before the scale is raised.
         factor: a power of two, so that scaling rounds nothing.
     """
+    # Powers of two change the exponent alone, so that scaling and unscaling round nothing.
     good = jnp.where(finite, scale.good + 1, 0)
     grown = good >= interval
     value = jnp.where(
@@ -150,6 +169,7 @@ def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
     """`new` where the step's gradients were finite, else `old`, leaf by leaf: a skipped step."""
 
     def chosen(new_leaf, old_leaf):
+        # `where` and no `cond`: a branch would hold both trees, and could not update in place.
         return jnp.where(finite, new_leaf, old_leaf) if trees.is_array(new_leaf) else new_leaf
 
     return jax.tree.map(chosen, new, old)

@@ -58,6 +58,8 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
     """
 
     def is_saveable(primitive, *_, **params):
+        # JAX's own policies by name know `checkpoint_name` alone, and not the name of a primitive
+        # of ours.
         return not (primitive is linear_p and params["name"] == GATHERED)
 
     return jax.checkpoint(block, policy=is_saveable, prevent_cse=prevent_cse)

@@ -40,12 +40,14 @@ def gather_from(
     pass instead of kept.
     """
     axis = Axis.of(axis)
-    return linear(
-        x,
-        forward=lambda x: axis.all_gather(x, axis=1, tiled=True),
-        backward=lambda ct: axis.reduce_scatter(ct, scatter_dimension=1, tiled=True),
-        name=remat.GATHERED,
-    )
+
+    def gather(x):
+        return axis.all_gather(x, axis=1, tiled=True)
+
+    def scatter(cotangent):
+        return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
+
+    return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
 def reduce_scatter_to(
@@ -80,6 +82,8 @@ def column(
         ValueError: the weight does not take all inputs.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
+    # The function is passed and not chosen here, so that whoever does not overlap need not import
+    # it.
     if all_gather_matmul is None:
         y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
     else:
@@ -107,6 +111,7 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
+    # The sums have no name for `remat`: to compute them again would take the products too.
     if matmul_reduce_scatter is None:
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
@@ -124,6 +129,7 @@ def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Ar
     """
     axis = Axis.of(axis)
     _check(x.shape[dim], axis)
+    # All devices have `x` whole, so each cuts its own tokens from it and nothing is sent.
     share = x.shape[dim] // axis.size()
     return lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
 
@@ -143,24 +149,33 @@ def comms(
     functions of `collectives.matmul`, both at once, hop by hop. What is joined raises as
     `reduce_scatter_to` and `local_tokens` do.
     """
-    over = Axis.of(axis)
+    axis = Axis.of(axis)
+
+    # The axes `shared` use the head's tokens in different ways. Between `copy_to` and the gather,
+    # their all-reduces are of T/t tokens.
+    def all_tokens(x):
+        return gather_from(tensor.copy_to(x, shared), axis)
+
+    def sum_partials(x):
+        return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
+
+    def all_tokens_alike(x):
+        gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
+        return replicated(gathered, axis.names)
 
     return Comms(
-        over,
-        combined_axis(shared, over),
-        all_tokens=lambda x: gather_from(tensor.copy_to(x, shared), over),
-        sum_partials=lambda x: tensor.reduce_from(reduce_scatter_to(x, over), shared),
-        column=functools.partial(column, axis=over, all_gather_matmul=all_gather_matmul),
-        row=functools.partial(row, axis=over, matmul_reduce_scatter=matmul_reduce_scatter),
-        local_tokens=lambda x, dim: local_tokens(x, over, dim),
-        copy_to=lambda weight: varying(
-            weight, over.names
-        ),  # its gradient is one of the parts that `grads.summed` adds up
-        token_shards=over.size(),
-        over_tokens=over,
-        gathered=lambda x: replicated(
-            over.all_gather(lax.stop_gradient(x), axis=1, tiled=True), over.names
-        ),
+        axis,
+        combined_axis(shared, axis),
+        all_tokens=all_tokens,
+        sum_partials=sum_partials,
+        column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),
+        row=functools.partial(row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter),
+        local_tokens=lambda x, dim: local_tokens(x, axis, dim),
+        # Its gradient is one of the parts that `grads.summed` adds up.
+        copy_to=lambda weight: varying(weight, axis.names),
+        token_shards=axis.size(),
+        over_tokens=axis,
+        gathered=all_tokens_alike,
     )
 
 

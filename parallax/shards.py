@@ -33,6 +33,8 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
     for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
         names = trees.entry_axes(entry)
         inside = tuple(name for name in names if name in types.axes(axis.names))
+        # In a tuple of names the last is innermost. Blocks of an outer axis that were gathered
+        # alone would be put together in another order than they lie in the array.
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
@@ -62,6 +64,8 @@ def take(x: Array, splits: Sequence[Split]) -> Array:
 def gather(x: Array, splits: Sequence[Split]) -> Array:
     """The whole leaf, declared the same on all devices: `A[I_X] -> A[I]`."""
     for dim, axis in splits:
+        # Each device gathers the same blocks in the same order, so the results are equal bit for
+        # bit.
         x = types.replicated(axis.all_gather(x, axis=dim, tiled=True), axis.names)
     return x
 
@@ -81,6 +85,7 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 def runs_over(axis: Axis) -> bool:
     """Whether this code runs inside a map over `axis`, on blocks, and not outside, on global
     arrays."""
+    # JAX has no public question for it: an axis that is not bound raises NameError.
     try:
         lax.axis_size(axis.names)
     except NameError:

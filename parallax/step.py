@@ -18,6 +18,9 @@ from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives.axis import AxisLike
 from parallax.collectives.types import varying_axes
 from parallax.grads import Grad
+from parallax.grads.axes import axes_of_several_devices
+from parallax.grads.norms import check_max_norm
+from parallax.grads.results import loss_and_gradients, matching_parameters
 from parallax.optimizers.elementwise import checked, with_extra
 
 
@@ -72,7 +75,7 @@ def value_of(info: Info) -> dict[str, Any]:
 
 
 def make(
-    grad: Grad,
+    grad: Grad | precision.ScaledGrad,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
@@ -90,7 +93,8 @@ def make(
     (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
     Args:
-        grad: a gradient function whose gradients are reduced already.
+        grad: a gradient function whose gradients are reduced already. That of a scaled loss is a
+            `precision.ScaledGrad`: the step adjusts the state's `scale`.
         optimizer: one that acts element by element, since each device updates its own shards, or
             one of `parallax.optimizers`.
         max_norm: scale the gradients down to this global norm, over all shards, where they exceed
@@ -111,72 +115,51 @@ def make(
             (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
             model, or a leaf of it that is no array.
     """
-    return make_scaled(
-        lambda _: grad,
-        optimizer,
-        max_norm=max_norm,
-        reduce_norm_over=reduce_norm_over,
-        after_update=after_update,
-        extra_args=extra_args,
-        specs=specs,
-    )
-
-
-def make_scaled(
-    grad_of: Callable[[Any], Grad],
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    max_norm: float | None = None,
-    reduce_norm_over: Sequence[AxisLike] = (),
-    after_update: AfterUpdate = unchanged,
-    extra_args: Callable[[Any], dict[str, Any]] = value_of,
-    specs: Specs | None = None,
-) -> Step:
-    """`make` of a gradient function that depends on the loss scale, as float16 needs:
-    `grad_of(scale)`.
-
-    Its gradients are unscaled. The state's `scale`, a `precision.Scale`, is adjusted after each
-    step (`precision.adjusted`). Where the state has none, `grad_of` is given None. Arguments and
-    errors are otherwise those of `make`.
-    """
     if max_norm is not None:
-        grads.check_max_norm("step.make", max_norm)
+        check_max_norm("step.make", max_norm)
     by_path = {} if specs is None else trees.by_path(specs)
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
-        grad = grad_of(None if state.scale is None else state.scale.value)
-        value, gradients = grads.loss_and_gradients(grad, state.model, batch)
+        grad_at_scale = _at_scale(grad, state.scale)
+        value, gradients = loss_and_gradients(grad_at_scale, state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
-        weights = grads.matching_parameters(gradients, state.model)
+        weights = matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
         _check_own(loss, state)
         _check_joined(aux)
+        # One norm for three uses: it is reported, it clips, and it is not finite if any gradient is
+        # not.
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
             gradients = grads.scaled(gradients, norm, max_norm)
+        # Sums are wide up to here. The optimizer's state has the types of the parameters.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         extra = extra_args(Info(loss, norm, ~finite, aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
-        finite &= ~_lost(
-            (model, optimizer_state), (state.model, state.optimizer), norm, reduce_norm_over
-        )
-        taken = (
-            finite if limit is None else finite & (loss <= jnp.asarray(limit).astype(loss.dtype))
-        )
-        new = State(
-            precision.select(taken, model, state.model),
-            precision.select(taken, optimizer_state, state.optimizer),
-            state.step + 1,
-            None if state.scale is None else precision.adjusted(state.scale, finite),
-        )
-        return new, Info(loss, norm, ~taken, aux)
+        new, old = (model, optimizer_state), (state.model, state.optimizer)
+        # A finite gradient can still overflow in the update, such as in a square of Adam's.
+        finite &= ~_lost(new, old, norm, reduce_norm_over)
+        taken = finite
+        if limit is not None:
+            taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
+        model, optimizer_state = precision.select(taken, new, old)
+        count = state.step + 1
+        scale = None if state.scale is None else precision.adjusted(state.scale, finite)
+        return State(model, optimizer_state, count, scale), Info(loss, norm, ~taken, aux)
 
     return step
+
+
+def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
+    """The gradient function of a step whose state has this loss scale."""
+    if not isinstance(grad, precision.ScaledGrad):
+        return grad
+    return grad.grad_of(None if scale is None else scale.value)
 
 
 def _lost(
@@ -187,12 +170,15 @@ def _lost(
 
     A number that never was finite, such as a mask of -inf, may stay so.
     """
+    # A leaf that the step returned as it was, such as a frozen one, is the same object and is not
+    # read.
     numbers = (
         [leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old)
     )
     changed = (
         (a, b) for a, b in zip(*numbers, strict=True) if a is not b
     )  # a frozen leaf is not read
+    # As a number, so that `grads.norm` sums it over exactly the axes along which the leaves differ.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
@@ -202,10 +188,11 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     shards."""
 
     def check(path, gradient, weight):
+        # An axis of one device makes no copies, and types may differ along it.
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
-            grads.axes_of_several_devices(of_gradient - of_weight),
-            grads.axes_of_several_devices(of_weight - of_gradient),
+            axes_of_several_devices(of_gradient - of_weight),
+            axes_of_several_devices(of_weight - of_gradient),
         )
         if local and gradient.shape == weight.shape:
             raise ValueError(
@@ -228,10 +215,11 @@ def _check_own(loss: Array, state: State) -> None:
     """Refuse a loss that is each device's own, where something of the state is the same on all of
     them."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
+    # Where every leaf of the state differs along an axis, as on islands, so may the loss.
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
         name
-        for name in grads.axes_of_several_devices(varying_axes(loss))
+        for name in axes_of_several_devices(varying_axes(loss))
         if any(name not in axes for axes in split)
     ]
     if local:
@@ -244,7 +232,7 @@ def _check_own(loss: Array, state: State) -> None:
 def _check_joined(aux: PyTree) -> None:
     """Refuse auxiliary values that differ between devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
-        if local := grads.axes_of_several_devices(varying_axes(leaf)):
+        if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
                 f"{local}, and Info is the same on all devices. Join it: grads.averaged(grad, "
@@ -315,7 +303,7 @@ def init(
         rule: the sharding rule of the model, for `rules.specs`.
         optimizer_rule: the rule that the optimizer's state follows, where it is split further
             (ZeRO-1); by default `rule`.
-        scale: the first loss scale, for `make_scaled`.
+        scale: the first loss scale, for a `precision.ScaledGrad`.
         trainable: which leaves the optimizer has state for: a function of a leaf (an array or its
             shape), or a tree of truth values, a prefix of the model. The gradient function gives
             None for the others.
@@ -370,6 +358,7 @@ def planned(
 
     def make_arrays():
         arrays, static = eqx.partition(make_model(), trees.is_array)
+        # Static leaves cannot leave `jax.eval_shape` as results, so they leave by a list.
         statics.append(static)
         return jax.tree.map(jnp.asarray, arrays)
 
@@ -384,34 +373,46 @@ def planned(
         model = make_arrays()
         return state_of(model), trained(model)
 
-    state, seen = jax.eval_shape(state_and_trained)
-    static = statics[0]
+    state, trained_leaves = jax.eval_shape(state_and_trained)
     model_specs = rules.specs(state.model, rule, mesh, batch_axes=batch_axes)
-    owned = (
-        model_specs
-        if optimizer_rule is None
-        else rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
-    )
-    optimizer_specs = rules.optimizer_specs(optimizer, seen, owned, mesh)
+    owner_specs = model_specs
+    if optimizer_rule is not None:
+        owner_specs = rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
+    optimizer_specs = rules.optimizer_specs(optimizer, trained_leaves, owner_specs, mesh)
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
-    placed = trees.shardings(specs, mesh)
-    shapes = jax.tree.map(_placed_shape, state, placed)
-    # As leaves: a model whose static fields are functions made anew by each `make_model()` has
-    # another structure each time.
-    places = jax.tree.leaves(placed)
-    make = jax.jit(lambda: jax.tree.leaves(state_of(make_arrays())), out_shardings=places)
-    begin = jax.jit(
-        lambda model: jax.tree.leaves(state_of(model)), out_shardings=places, donate_argnums=0
-    )
+    shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
+    make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
 
     def with_static(state):
-        return dataclasses.replace(state, model=eqx.combine(state.model, static))
+        return dataclasses.replace(state, model=eqx.combine(state.model, statics[0]))
 
     def init(given=None):
-        leaves = make() if given is None else begin(_placed_as(given, shapes.model))
-        return with_static(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+        return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
+
+
+def _in_place(
+    make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
+) -> Callable[..., State]:
+    """`make()`, or `begin(model)` of a given model, compiled to make a state where its `shapes`
+    live."""
+    # As leaves: a model whose static fields are functions made anew by each `make_model()` has
+    # another structure each time.
+    leaves, structure = jax.tree.flatten(shapes)
+    places = [leaf.sharding for leaf in leaves]
+    # Under `jit` each device makes its own shards, so no device holds a whole array.
+    compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=places)
+    compiled_begin = jax.jit(
+        lambda model: jax.tree.leaves(begin(model)), out_shardings=places, donate_argnums=0
+    )
+
+    def in_place(given):
+        if given is None:
+            return jax.tree.unflatten(structure, compiled_make())
+        return jax.tree.unflatten(structure, compiled_begin(_placed_as(given, shapes.model)))
+
+    return in_place
 
 
 def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -436,9 +437,11 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
                 f"{leaf.shape} and {leaf.dtype}. Prepare for the configuration and the dtype of "
                 "this model."
             )
+        # A random key has no NumPy array to be cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
             placed.append(jax.device_put(leaf, like.sharding))
         else:
+            # Each device is handed its shard of the host's array: nothing whole is placed first.
             host = np.asarray(leaf)
             placed.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)

@@ -1,8 +1,10 @@
-"""Marks in a model: `tap` names a value, and while a record is made, each device reports that value and its cotangent.
+"""Marks in a model: `tap` names a value, and while a record is made, each device reports that value
+and its cotangent.
 
-While no record is made, `tap` returns its argument, and nothing of it is in the program. While one is made, it is an identity
-whose lowering calls back to Python. Its transpose is another identity, which reports the cotangent. So taps work under `scan`,
-`checkpoint`, `vmap`, `shard_map` and in pipelines, and code that reads programs sees no effect.
+While no record is made, `tap` returns its argument, and nothing of it is in the program. While one
+is made, it is an identity whose lowering calls back to Python. Its transpose is another identity,
+which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map` and in
+pipelines, and code that reads programs sees no effect.
 """
 
 import contextlib
@@ -90,7 +92,8 @@ class Recorder:
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 _ENTERED = itertools.count()
-_AT: ContextVar[dict[str, Any]] = ContextVar("at", default={})  # noqa: B039  (never changed in place)
+# The default is never changed in place.
+_AT: ContextVar[dict[str, Any]] = ContextVar("at", default={})  # noqa: B039
 
 
 @contextlib.contextmanager
@@ -116,20 +119,26 @@ def tap(
     *,
     places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """`x`. While a record is made, it and its cotangent are reported as `path`; otherwise this costs nothing.
+    """`x`. While a record is made, it and its cotangent are reported as `path`; otherwise this
+    costs nothing.
 
     Args:
         x: a value of the model: on each device, its block.
-        path: the name, such as "blocks.3.attention.out". A "*" in it stands for the layer that `at` says.
-        spec: how the whole value is split. "batch" stands for all that splits the rows of the batch: the data axis, and
-            microbatches. `P(unreduced={"tensor"})` says that the devices of that axis have terms of a sum, and
-            `P(unreduced={"batch"})` that the value is one of those whose mean over the batch is meant, as a loss is. Along
-            other axes all devices have the same.
-        places: for a dim that is not split in equal blocks in order, where each of its elements is in the whole.
+        path: the name, such as "blocks.3.attention.out". A "*" in it stands for the layer that `at`
+            says.
+        spec: how the whole value is split. "batch" stands for all that splits the rows of the
+            batch: the data axis, and microbatches. `P(unreduced={"tensor"})` says that the devices
+            of that axis have terms of a sum, and `P(unreduced={"batch"})` that the value is one of
+            those whose mean over the batch is meant, as a loss is. Along other axes all devices
+            have the same.
+        places: for a dim that is not split in equal blocks in order, where each of its elements is
+            in the whole.
 
     Raises:
-        ValueError: the spec has more dims than `x`, or another value, split otherwise, has this path.
+        ValueError: the spec has more dims than `x`, or another value, split otherwise, has this
+            path.
     """
+    # Nothing of a tap is in a program that was traced while no record was made.
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
 
@@ -142,7 +151,8 @@ def tap_tree(
     loops: int = 0,
     way: str = FORWARD,
 ) -> Any:
-    """`tree` with a tap at each array of floating-point numbers, named by `path` and its place in the tree.
+    """`tree` with a tap at each array of floating-point numbers, named by `path` and its place in
+    the tree.
 
     Args:
         tree: any.
@@ -154,7 +164,7 @@ def tap_tree(
     """
     if not is_on():
         return tree
-    found = {
+    specs_by_path = {
         trees.dotted(place): spec
         for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))
     }
@@ -165,7 +175,7 @@ def tap_tree(
         name = trees.dotted(place)
         dims = tuple(
             tuple(axis for axis in _axes(entry) if axis not in without)
-            for entry in found.get(name, P()).partitions
+            for entry in specs_by_path.get(name, P()).partitions
         )
         return _tap(leaf, f"{path}.{name}" if name else path, P(*dims[loops:]), {}, way)
 
@@ -174,14 +184,15 @@ def tap_tree(
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Taps inside are at this `layer` or `microbatch`, whole numbers or arrays; None leaves it as it is."""
+    """Taps inside are at this `layer` or `microbatch`, whole numbers or arrays; None leaves it as
+    it is."""
     if not is_on():
         yield
         return
     token = _AT.set(_AT.get() | {name: tag for name, tag in tags.items() if tag is not None})
     try:
-        # A function under `jit` or `checkpoint` that was traced at another layer must be traced again. JAX looks a trace up by
-        # the metadata around it too.
+        # A function under `jit` or `checkpoint` that was traced at another layer must be traced
+        # again. JAX looks a trace up by the metadata around it too.
         with set_xla_metadata(tapped_at=str(next(_ENTERED))):
             yield
     finally:
@@ -189,12 +200,14 @@ def at(**tags: Any) -> Iterator[None]:
 
 
 def numbered(count: int) -> Int[Array, " count"] | None:
-    """The numbers of microbatches, for a loop that says them to `at`; None while no record is made."""
+    """The numbers of microbatches, for a loop that says them to `at`; None while no record is
+    made."""
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
 def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """The number of a microbatch where there is a job, and otherwise -1; None while no record is made."""
+    """The number of a microbatch where there is a job, and otherwise -1; None while no record is
+    made."""
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
 
 
@@ -208,7 +221,8 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     assert recorder is not None
     if len(spec.partitions) > x.ndim:
         raise ValueError(
-            f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec, {spec}, more. Shorten the spec."
+            f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec, {spec}, more. "
+            "Shorten the spec."
         )
     around = jax.sharding.get_abstract_mesh()
     manual = set(around.manual_axes)
@@ -218,17 +232,20 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     )
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
+    # The order of tracing is the order in which the model computes.
     recorder.paths.setdefault(path, len(recorder.paths))
-    other = recorder.marks.setdefault(path, mark)
-    if (other.dims, other.terms) != (mark.dims, mark.terms):
+    first = recorder.marks.setdefault(path, mark)
+    if (first.dims, first.terms) != (mark.dims, mark.terms):
         raise ValueError(
-            f"bisect.tap: two values are named {path}, split as {other.dims} and {mark.dims}. Rename one."
+            f"bisect.tap: two values are named {path}, split as {first.dims} and {mark.dims}. "
+            "Rename one."
         )
     tags = _AT.get()
     numbers = [
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
         for name in ("microbatch", "layer")
     ]
+    # The callback gets no place of its device, so the program tells it.
     device = [lax.axis_index(name) for name, _ in sizes]
     return tap_p.bind(
         x,
@@ -253,8 +270,9 @@ def _lowered(
 ) -> Any:
     """The same in a compiled program, which calls back to Python.
 
-    The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's arrays of them first; to read
-    one of those waits for a thread, and where the callbacks of other devices hold all threads, the program stops for good
+    The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's
+    arrays of them first; to read one of those waits for a thread, and where the callbacks of other
+    devices hold all threads, the program stops for good
     (https://github.com/jax-ml/jax/issues/25861).
     """
     if way != LINEAR:
@@ -269,7 +287,7 @@ def _lowered(
 def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tuple[()]:
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]
-    places = tuple(np.array(each) for each in others[count + 2 :])
+    places = tuple(map(np.array, others[count + 2 :]))
     microbatch, layer = numbers[count:]
     recorder.reports.append(
         Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places)
@@ -279,6 +297,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 def _differentiated(primals, tangents, **params):
     x, *others = primals
+    # The tangent is a tap too: only so does its transpose stand where the cotangent flows.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):
@@ -294,11 +313,14 @@ def _transposed(ct, x, *others, **params):
 
 def _batched(arguments, dims, *, mark, way, recorder):
     dim, *others = dims
-    if any(each is not None for each in others):
+    # One callback would report several layers as one.
+    if any(other_dim is not None for other_dim in others):
         raise ValueError(
-            f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` outside the vmap."
+            f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
+            "outside the vmap."
         )
-    shifted = tuple(each + (each >= dim) for each in mark.placed)
+    # The mapped dim stands before some of the places.
+    shifted = tuple(place + (place >= dim) for place in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim
 

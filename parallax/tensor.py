@@ -111,6 +111,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
+    # JAX would sum the cotangent by itself, by `lax.psum`; here it is summed by the axis's
+    # algorithm.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
@@ -155,6 +157,7 @@ def column(
     if isinstance(weight, eqx.nn.Linear):
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
+    # The cotangents of all outputs of a device are joined before the one all-reduce.
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
     return y if bias is None else add_bias(y, bias)
 
@@ -180,6 +183,7 @@ def row(
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
+    # The bias comes after the sum, or it would be added once a device.
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     return y if bias is None else add_bias(y, bias)
 
@@ -260,6 +264,8 @@ class Embedding(eqx.Module):
         Raises:
             ValueError: the table's rows are not split over the axis.
         """
+        # Equinox's static fields keep the size of the whole table, by which a table that was not
+        # split is seen: its ids would all be found on the first device.
         rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
         weight = self.embedding.weight
         if len(weight) * devices != rows:
@@ -295,6 +301,7 @@ def rule(model: PyTree) -> Rule:
             continue
         names = Axis.of(layer.axis).names or None
         name = "embedding" if isinstance(layer, Embedding) else "linear"
+        # Layers that `jax.vmap` made together have more dims in front.
         stacked = [None] * (getattr(layer, name).weight.ndim - 2)
         prefix = jax.tree_util.keystr(
             (*path, jax.tree_util.GetAttrKey(name)), simple=True, separator="."
@@ -327,6 +334,8 @@ def _check_attention(model: PyTree) -> None:
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
     """Raise `ValueError` unless dim `split` of the weight, and no other, is that of this device."""
+    # Equinox's static fields keep the whole sizes, so that a weight which was not split, or split
+    # along the other dim, is refused where its shape alone would fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
     needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
     shape = [
@@ -431,12 +440,15 @@ def embed_partial(
         ValueError: the ids are not whole numbers.
     """
     axis, rows = Axis.of(axis), table.shape[0]
-    row, held = _held(ids, rows, axis)
+    # An id of another device's row is clipped to some row here, whose gradient must not count:
+    # `where` stands after the look-up.
+    row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     counts = unknown if weights is None else unknown & weights.astype(bool)
+    # A wrong id makes the loss nan: an error inside a compiled program would stop all devices.
     others = jnp.where(counts, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
     return jnp.where(
-        (held & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None]
+        (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None]
     )
 
 
@@ -469,13 +481,18 @@ def cross_entropy(
     vocabulary = rows * axis.size() if vocabulary is None else vocabulary
     row, _ = _held(targets, rows, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    # Padding rows take part in no softmax. Where there are none, the logits are not read once more.
     if vocabulary < rows * axis.size():
         logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
+    # The maximum is a constant for the gradient: it cancels in the softmax.
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
+    # A sum of one term is fused with the softmax, and so is its transpose. That of a look-up is a
+    # scatter, which is not.
     target = jnp.sum(
         jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1
     )
+    # A target that no device has would leave a logit of 0, and so a loss that looks right.
     unknown = _outside(targets, vocabulary)
     nothing = jnp.full((), jnp.nan, target.dtype)
     target = jnp.where(

@@ -31,6 +31,8 @@ ALWAYS = (
     "stage",
     "tensor",
 )  # every mesh has these axes, the others only where they split something
+SIZES = ("layers", "heads", "hidden", "rows", "tokens", "batch")  # of a model and a batch
+OPTIONAL_SIZES = ("experts", "devices", "processes")
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
 CHOICES: dict[str, tuple] = {  # the default first; zero and remat in the order of what they save
     "zero": (0, 1, 2, 3),
@@ -131,6 +133,7 @@ def refusal(
         misread: a fault of the text that the caller wrote, which `fields` already mends.
     """
     sizes = _with_experts(sizes)
+    # A fault of the text comes first: the fields are already those that it may have meant.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -140,6 +143,7 @@ def refusal(
     works = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
     if not works:
         return needed
+    # The note speaks of the first cure, which may not be the one that works.
     note = fault.note if fault.changes[0].items() <= works[0].items() else ""
     texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in works))
     return f"{needed} {proposal(texts[:2], note)}"
@@ -166,6 +170,8 @@ def repaired(
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
+    # A cure may need another one: more stages need more microbatches. Cures that undo each other
+    # would go on for ever.
     for _ in range(MOST_REPAIRS):
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
@@ -176,6 +182,7 @@ def repaired(
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
             }
+            # A proposal that changes what the caller cannot change, such as the devices, is none.
             return None if set(differing) & set(fixed) else differing
         cures = [cure for cure in fault.changes if not set(cure) & set(fixed)]
         if not cures:
@@ -190,6 +197,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     To repair one fault after another, what decides the number of devices comes before what must
     divide by it.
     """
+    # What follows computes with the numbers, so they must be numbers.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
     if unreadable:
         yield from unreadable
@@ -207,6 +215,7 @@ def _values(fields: Fields) -> Iterator[Fault]:
     """Values that a field cannot have."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
+        # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
         if type(value) is not kind:
             needed = f"Layout needs {name} to be {KINDS[kind]}; got {_shown(value)}."
             yield Fault(needed, ({name: _meant(value, default)},))
@@ -305,6 +314,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Sizes that do not divide by the devices among which they are split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
+    # One size of the tensor axis must divide both, so both are mended at once.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (
         ("heads", "the model's heads"),
@@ -335,6 +345,11 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         cure = {"expert": closest_divisor(sizes["experts"], fields["expert"])}
         needed = "Layout: the model's experts ({experts}) must divide by {expert}."
         yield Fault(needed, (cure,), ", which divides it")
+    yield from _batch(fields, sizes)
+
+
+def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
+    """Sequences and tokens that do not divide by the devices among which they are split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
@@ -441,6 +456,7 @@ def _devices(fields: Fields) -> int:
 
 def closest_divisor(number: int, size: int) -> int:
     """The divisor of `number` that is closest to `size`, the smaller of two."""
+    # No divisor is larger than the number.
     size = min(number, size)
     for distance in range(size):
         for near in (size - distance, size + distance):
@@ -476,6 +492,7 @@ def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]
 def _meant(value: Any, default: Any) -> Any:
     """The value that one of another type may have been meant for; the default where that is not
     plain."""
+    # Text of other values, such as of an array, says nothing of what was meant.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")

@@ -40,13 +40,9 @@ from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying_axes
-from parallax.grads import (
-    Grad,
-    axes_of,
-    mean_over_devices,
-    replicated_axes,
-    with_sums_over,
-)
+from parallax.grads import Grad, mean_over_devices
+from parallax.grads.axes import axes_of, replicated_axes
+from parallax.grads.devices import with_sums_over
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of
@@ -86,6 +82,8 @@ def reduce_scattered(
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
+            # A gradient of another shape was scattered inside `grad`, once in each microbatch
+            # (ZeRO-2).
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
@@ -94,7 +92,11 @@ def reduce_scattered(
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
+        # The first reduce-scatter waits for all gradients: devices that begin at different leaves
+        # would wait for each other in another order.
         value, gradients = sequence_after((value, gradients), (value, gradients))
+        # Along an axis that splits the parameter itself, such as that of experts, the gradient is
+        # no sum of terms, so `names` lacks it.
         splits = jax.tree.map_with_path(splits_of_leaf, gradients, names)
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
@@ -152,9 +154,11 @@ def sharded(
         return shards.take(weight, splits(path, weight))
 
     def gradient_share(path, gradient, weight):
+        # It is a share already, as `reduce_scattered` leaves it.
         if gradient.shape != weight.shape:
             return gradient
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
+        # It is whole, and averaged already: no device needs to send anything.
         if not local:
             return share(path, gradient)
         return _mean_share(gradient, weight, splits(path, weight), axis, local)
@@ -163,6 +167,8 @@ def sharded(
         return shards.gather(update, splits(path, weight))
 
     def init(params):
+        # Outside a map the arrays are global: `rules.optimizer_specs` splits what is made whole
+        # here.
         weights = eqx.filter(params, trees.is_inexact)
         return optimizer.init(
             jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights
@@ -183,12 +189,15 @@ def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
     """This device's share of the mean of gradients that are local along the axes `local`."""
+    # The gradient is a sum of terms along the axes in `local` alone; along the others it is the
+    # same, and a share is cut from it.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
     gradient = shards.reduce_scatter(gradient.astype(accumulation_dtype(gradient.dtype)), scattered)
     summed = axis.over(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
+    # What was not scattered is the same on all devices of its axis.
     total = shards.take(total, [split for split in splits if split not in scattered])
     # Along axes that split the parameter itself, such as that of experts, its gradient is a sum
     # already.
@@ -244,12 +253,16 @@ def gathered_once(
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
+        # Whole leaves need not wait for the gathers: only what was gathered goes through the
+        # barrier.
         def only_split(path, x):
             return x if splits_of(path, by_path, axis) else None
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
         results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
+        # The reduce-scatters begin once all of `grad` is done, so that all devices send in one
+        # order.
         value, gradients = sequence_after(results, results)
         return value, reduce_scatter(gradients, axis, specs)
 
@@ -319,6 +332,8 @@ def part_specs(
 
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
     """The whole leaves of these shares; the transpose is a reduce-scatter."""
+    # `splits_of` would find no split over an axis that is not there, and leave all shares as
+    # wholes.
     axis.size()  # refuses an axis that is not there
 
     def gather_dim(x, split):
@@ -328,6 +343,7 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
         def scatter(cotangent):
             return shards.reduce_scatter(cotangent, [split]).astype(cotangent.dtype)
 
+        # By this name `remat.gathers` knows the result, and gathers it again in the backward pass.
         return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
     def whole(path, x):
@@ -397,6 +413,7 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
+        # The dataclass is frozen, so that all its parts stay those of one stage and one rule.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
@@ -467,6 +484,8 @@ class ZeRO:
                 )
 
         def wrapped(params, *arguments):
+            # A wrong rule gives shapes that often still fit each other, and would train another
+            # model.
             for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):
                 check(trees.dotted(path), leaf.shape)
             return function(params, *arguments)

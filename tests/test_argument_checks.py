@@ -81,16 +81,16 @@ CASES = {
         r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. "
         r"Take data=1\."
     ),
-    "Layout().check(**FITTING "
+    "Layout().check(FITTING "
     "| {'batch': "
     "'48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Take batch=1\.",
-    "Layout(data=4).check(**FITTING, processes=3)": r"the run has 3\. Take data=3,processes=3\.",
+    "Layout(data=4).check(FITTING | {'processes': 3})": r"the run has 3\. Take data=3,processes=3\.",
 }
 NUMPYS = {
     "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), "
     "sequence=np.True_).to_json()).sequence": "True",
     "type(Layout(data=np.int64(2)).data)": "<class 'int'>",
-    "Layout(data=np.int64(2)).check(**{name: np.int32(size) for name, size in "
+    "Layout(data=np.int64(2)).check({name: np.int32(size) for name, size in "
     "FITTING.items()})": "None",
 }
 RUN = """

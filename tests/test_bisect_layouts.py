@@ -66,7 +66,7 @@ def fits(kind, fields):
     config = bisected_run.DECODERS[kind][1] if kind != "own" else None
     try:
         layout = Layout(**fields)
-        layout.check(**(OWN if config is None else config.sizes | {"batch": bisected_run.BATCH}))
+        layout.check(OWN if config is None else config.sizes | {"batch": bisected_run.BATCH})
     except ValueError:
         return False
     return layout.devices in (2, 4, 8) and not (
@@ -153,18 +153,21 @@ def test_where_a_fault_counts_as_found():
     """In the function that holds it, or in one inside that; of a table, in what runs it; before the
     step, in an argument."""
     said = bisected.Said(
-        "", "found", "gradients.up", functions=("parallax/grads.py:averaged.<locals>.wrapped",)
+        "",
+        "found",
+        "gradients.up",
+        functions=("parallax/grads/devices.py:averaged.<locals>.wrapped",),
     )
     has = lambda name, path, said=said: said.has(Mutant(name, "", "", ""), Path(path))
-    assert has("averaged", "parallax/grads.py")
-    assert not has("average", "parallax/grads.py")
+    assert has("averaged", "parallax/grads/devices.py")
+    assert not has("average", "parallax/grads/devices.py")
     assert not has("averaged", "parallax/zero.py")
     assert not has("gpipe", "parallax/schedule/makers.py")
     runs = said._replace(functions=("parallax/pipeline/lanes.py:forward",))
     assert has("gpipe", "parallax/schedule/makers.py", runs)
     given = said._replace(first="argument.1", functions=())
     assert has("batch", "parallax/data/batches.py", given)
-    assert not has("averaged", "parallax/grads.py", given)
+    assert not has("averaged", "parallax/grads/devices.py", given)
 
 
 @pytest.mark.programs

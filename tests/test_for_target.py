@@ -9,7 +9,7 @@ import pytest
 
 from parallax import mesh, remat
 from parallax.layout import Layout
-from parallax.models import decoder, gpt2
+from parallax.models import decoder, gpt2, recipe
 from parallax.models.decoder import Compute
 from parallax.models.gpt2.model import attention
 
@@ -53,7 +53,7 @@ def after_two_steps(words):
 def test_the_step_is_the_same(words, monkeypatch):
     plain = after_two_steps(words)
     seen = []
-    monkeypatch.setattr(decoder, "platform_of", lambda mesh_: seen.append(mesh_) or "tpu")
+    monkeypatch.setattr(recipe, "platform_of", lambda mesh_: seen.append(mesh_) or "tpu")
     np.testing.assert_allclose(after_two_steps(words), plain, rtol=1e-11)
     assert seen
 

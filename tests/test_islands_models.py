@@ -45,14 +45,14 @@ def prepared(
     layout = Layout.parse(text)
     mesh_ = mesh.make(island=count, **layout.axes, devices=jax.devices()[: count * layout.devices])
     with jax.numpy_dtype_promotion("standard"):
-        local = decoder.local_step(
+        one_island = decoder.train_step(
             *(gpt2.FAMILY, config, optax.adamw(1e-3, eps=1e-6), layout, mesh_),
             batch=batch // count,
             key=jax.random.key(0),
             compute=decoder.Compute(dtype=dtype, max_norm=1.0),
         )
         return on_islands.train_step(
-            local, islands.outer_nesterov(), every=every, axis=axis, stream=stream
+            one_island, islands.outer_nesterov(), every=every, axis=axis, stream=stream
         )
 
 

@@ -56,12 +56,12 @@ def test_axes_are_what_a_mesh_is_made_of():
 
 def test_a_model_that_says_nothing_of_experts_has_none_to_split():
     sizes = {name: size for name, size in FITTING.items() if name != "experts"}
-    Layout().check(**sizes)
+    Layout().check(sizes)
     with pytest.raises(
         ValueError,
         match=r"the model's experts \(experts=1\) must divide by expert=2\. Take expert=1, which",
     ):
-        Layout(expert=2).check(**sizes)
+        Layout(expert=2).check(sizes)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_layout_that_cannot_be(arguments, message):
 )
 def test_a_model_batch_or_machine_that_does_not_fit(layout, sizes, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        layout.check(**FITTING | sizes)
+        layout.check(FITTING | sizes)
 
 
 def wrong(fields, sizes) -> bool:
@@ -403,7 +403,7 @@ def refused(fields, sizes) -> str | None:
     try:
         layout = Layout(**fields)
         if sizes:
-            layout.check(**sizes)
+            layout.check(sizes)
     except ValueError as error:
         return str(error)
     return None

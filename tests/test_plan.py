@@ -279,9 +279,10 @@ def residuals(layout, dtype):
     rule, _ = recipe.rules_of(gpt2.FAMILY, layout)
     specs = rules.specs(model, rule, world)
     compute = decoder.Compute(dtype=dtype)
-    axes = recipe.axes_with_algorithms(layout, compute)
     # A stage without a pipeline runs all blocks.
-    _, stage, _ = recipe.functions_of(gpt2.FAMILY, config, layout, specs, axes, compute, "cpu")
+    _, stage, _ = recipe.functions_of(
+        recipe.Setup(gpt2.FAMILY, config, layout, world, specs, compute)
+    )
 
     def loss(blocks, x):
         batch = decoder.Batch(jnp.zeros((b, 41), jnp.int32))

@@ -317,7 +317,8 @@ def float16_step(state, batch):
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
         return precision.unscaled(grads.averaged(grad, ring("data")), scale)
 
-    return step.make_scaled(grad_of, OPTIMIZER, reduce_norm_over=[ring("data")])(state, batch)
+    grad = precision.ScaledGrad(grad_of)
+    return step.make(grad, OPTIMIZER, reduce_norm_over=[ring("data")])(state, batch)
 
 
 def test_an_overflow_on_one_device_skips_the_step_on_all():

@@ -15,7 +15,7 @@ import pytest
 import untrained
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, step
+from parallax import mesh, precision, step
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.precision import Scale
@@ -39,7 +39,7 @@ def test_a_loss_above_the_limit_changes_nothing_and_compiles_nothing_anew(scale)
     state = step.State(
         model, optax.sgd(0.1, momentum=0.9).init(model), jnp.zeros((), jnp.int32), scale
     )
-    train = jax.jit(step.make_scaled(grad_of, optax.sgd(0.1, momentum=0.9)))
+    train = jax.jit(step.make(precision.ScaledGrad(grad_of), optax.sgd(0.1, momentum=0.9)))
     batch = jnp.ones(3)  # the loss is 6
     for limit, skipped in [
         (math.inf, False),

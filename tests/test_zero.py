@@ -18,6 +18,7 @@ from reference import EXACT, assert_close, assert_same_run, gpt2_on, gpt2_on_one
 
 from parallax import grads, mesh, rules, sequence, step, zero
 from parallax.collectives import matmul, ring, xla
+from parallax.collectives.types import varying
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 
@@ -347,7 +348,7 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         expected = plain_steps(optimizer, 3)
         sharded = zero.sharded(optimizer, "data", SHARES)
         grad = jax.value_and_grad(quadratic)
-        local = lambda params, batch: grad(grads.varying(params, "data"), batch)
+        local = lambda params, batch: grad(varying(params, "data"), batch)
         arrow = {
             "scattered": zero.reduce_scattered(grad, "data", SHARES),
             "local": local,
@@ -435,9 +436,7 @@ def refused(message, f, *arguments):
 
 def test_gradients_that_nobody_reduced_are_refused():
     optimizer = optax.sgd(0.1)
-    local = lambda params, batch: jax.value_and_grad(quadratic)(
-        grads.varying(params, "data"), batch
-    )
+    local = lambda params, batch: jax.value_and_grad(quadratic)(varying(params, "data"), batch)
     state = step.State(PARAMS, optimizer.init(PARAMS), jnp.zeros((), jnp.int32))
     run = mesh.spmd(
         step.make(local, optimizer),

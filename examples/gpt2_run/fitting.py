@@ -81,7 +81,7 @@ def fitted(settings: Settings, world: World) -> Fitted:
     table = (
         schedule.from_csv(settings.schedule)
         if settings.schedule.endswith(".csv")
-        else recipe.SCHEDULES[layout.schedule](layout)
+        else recipe.schedule_of(layout)
     )
     length, context = sizes["tokens"], model(settings, world)["context"]
     given = {

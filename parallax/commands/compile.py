@@ -95,8 +95,10 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
     if count == 1:
         train_step = decoder.train_step(*parts, batch=batch, key=key)
     else:
-        local = decoder.local_step(*parts, batch=options.batch, key=key)
-        train_step = on_islands.train_step(local, islands.outer_nesterov(), every=options.every)
+        one_island = decoder.train_step(*parts, batch=options.batch, key=key)
+        train_step = on_islands.train_step(
+            one_island, islands.outer_nesterov(), every=options.every
+        )
     island_axes = ("island",) if count > 1 else ()
     windows = jax.ShapeDtypeStruct(
         (batch, chosen.config.context + 1),

@@ -21,20 +21,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from parallax import mesh as meshes
-from parallax import pipeline, rules, zero
+from parallax import pipeline, precision, rules, zero
 from parallax._typing import PyTree, Specs
-from parallax.collectives import Axis
 from parallax.layout import Layout
 from parallax.models import decoder_taps, recipe
 from parallax.models.family import Batch, Configuration, Family
-from parallax.models.recipe import Compute
+from parallax.models.recipe import PLAIN, Compute, Setup
 from parallax.schedule import Schedule
-from parallax.step import Info, Planned, State, Step, make_scaled, planned
+from parallax.step import Info, Planned, State, Step, make, planned
 
 __all__ = [
     "PLAIN",
@@ -42,19 +40,15 @@ __all__ = [
     "Compute",
     "Configuration",
     "Family",
-    "LocalStep",
     "Train",
     "TrainStep",
     "compiled",
     "joined",
-    "local_step",
     "loss_step",
     "sequence_keys",
     "stored",
     "train_step",
 ]
-
-PLAIN = Compute()
 
 
 @runtime_checkable
@@ -91,34 +85,24 @@ class TrainStep(NamedTuple):
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
             it donates the state. With weights, [batch, T], the loss is the mean over the tokens
             that they weigh: 0 leaves one out. A loss above `limit`, a scalar, changes nothing.
+        specs: of the state's arrays.
+        local: the step on local blocks, `(state, batch, limit) -> (state, info)` of a `Batch`,
+            before it is mapped over the mesh and compiled; for another wrapper than `mesh.spmd`,
+            such as `on_islands.train_step`.
+        keys: from the step's number and the sequences of the global batch to a random key for each
+            of them, or to None.
+        batch: sequences in the global batch.
+        setup: the decoder, its layout and how it computes.
     """
 
     init: Callable[..., State]
     shapes: State
     train: Train
-
-
-class LocalStep(NamedTuple):
-    """A decoder's step on local blocks, before it is mapped over a mesh and compiled.
-
-    Attributes:
-        step: `(state, batch, limit) -> (state, info)`, of a `Batch`.
-        state: the state that it changes, which can be made.
-        keys: from the step's number and the sequences of the global batch to a random key for each
-            of them, or to None.
-        mesh: the mesh, which may have more axes than the layout.
-        batch: sequences in the batch of this layout.
-        batch_axes: the axes that split them.
-        trainable: the leaves that are trained.
-    """
-
-    step: Step
-    state: Planned
-    keys: Callable[[Array, int], Any]
-    mesh: meshes.AnyMesh
+    specs: State
+    local: Step
+    keys: Callable[..., Any]
     batch: int
-    batch_axes: tuple[str, ...]
-    trainable: PyTree
+    setup: Setup
 
 
 def train_step(
@@ -146,7 +130,8 @@ def train_step(
         layout: the sizes of the axes, and what is split, shortened or computed again; with stages,
             the blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L,
             ...] again.
-        mesh: its mesh, as `mesh.make(**layout.axes)` makes it.
+        mesh: its mesh, as `mesh.make(**layout.axes)` makes it; it may have more axes, such as that
+            of islands.
         batch: sequences in the global batch.
         key: the seed of the run.
         compute: how the model computes.
@@ -156,67 +141,38 @@ def train_step(
             `compute.axes` names another axis; or a context axis splits the tokens, and the
             attention does not go over it.
     """
-    local = local_step(
-        family, config, optimizer, layout, mesh, batch=batch, key=key, compute=compute
-    )
-
-    def keys(number):
-        return local.keys(number, batch)
-
-    state = local.state
-    train = compiled(
-        local.step, state.shapes, state.specs, mesh, keys, batch_spec=P(local.batch_axes)
-    )
-    return TrainStep(state.init, state.shapes, train)
-
-
-def local_step(
-    family: Family,
-    config: Configuration,
-    optimizer: optax.GradientTransformation,
-    layout: Layout,
-    mesh: meshes.AnyMesh,
-    *,
-    batch: int,
-    key: Key[Array, ""],
-    compute: Compute = PLAIN,
-) -> LocalStep:
-    """The step that `train_step` compiles, for another wrapper than `mesh.spmd` alone, such as
-    `on_islands.train_step`.
-
-    Arguments and errors are those of `train_step`. The mesh may have more axes.
-    """
-    layout.check(**config.sizes, batch=batch)
+    layout.check(config.sizes | {"batch": batch})
     _check(family, layout, mesh, compute)
     weights_key, dropout_key = jax.random.split(key)
     state, specs = _planned_state(family, config, optimizer, layout, mesh, weights_key, compute)
-    axes, functions = _axes_and_functions(family, config, layout, mesh, compute, specs)
-    compose = compute.grad_of or recipe.grad_of
+    setup = Setup(family, config, layout, mesh, specs, compute)
+    functions, compose = recipe.functions_of(setup), compute.grad_of or recipe.grad_of
 
     def grad_of(scale):
-        grad = compose(functions, layout, family, specs, axes, compute, scale)
+        grad = compose(functions, setup, scale)
 
         def weighted_grad(model, batch):
-            return grad(model, recipe.weighted(batch, axes, compute))
+            return grad(model, recipe.weighted(batch, setup))
 
         return decoder_taps.gradients(weighted_grad, specs)
 
     if layout.zero in (1, 2):
-        optimizer = zero.sharded(optimizer, recipe.along(axes, recipe.SHARDED_OVER), specs)
-    step = make_scaled(
-        grad_of,
+        optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
+    local = make(
+        precision.ScaledGrad(grad_of),
         optimizer,
         max_norm=compute.max_norm,
-        reduce_norm_over=tuple(axes.values()),
+        reduce_norm_over=tuple(setup.axes.values()),
         specs=state.specs.model,
     )
 
-    def keys(number, sequences):
+    def keys(number, sequences=batch):
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)
 
-    return LocalStep(step, state, keys, mesh, batch, layout.batch_axes, compute.trainable)
+    train = compiled(local, state.shapes, state.specs, mesh, keys, batch_spec=P(layout.batch_axes))
+    return TrainStep(state.init, state.shapes, train, state.specs, local, keys, batch, setup)
 
 
 def _planned_state(
@@ -338,11 +294,11 @@ def loss_step(
     model = eqx.filter_eval_shape(make_model)
     rule, _ = recipe.rules_of(family, layout)
     specs = rules.specs(model, rule, mesh)
-    axes, functions = _axes_and_functions(family, config, layout, mesh, compute, specs)
-    loss = recipe.loss_of(functions, layout, family, specs, axes, compute)
+    setup = Setup(family, config, layout, mesh, specs, compute)
+    loss = recipe.loss_of(recipe.functions_of(setup), setup)
 
     def local(model, batch):
-        return loss(model, recipe.weighted(batch, axes, compute))
+        return loss(model, recipe.weighted(batch, setup))
 
     evaluate = meshes.spmd(local, mesh=mesh, in_specs=(specs, P(layout.batch_axes)), out_specs=P())
     static = eqx.filter(model, meshes.is_array, inverse=True)
@@ -392,13 +348,6 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def platform_of(mesh: meshes.AnyMesh) -> str:
-    """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one
-    of CPUs.
-    """
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
-
-
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
     """From blocks [L, ...] to those that the state of a layout holds.
 
@@ -444,20 +393,6 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))
 
     return lambda tree: jax.tree.map(changed, tree, is_leaf=is_model)
-
-
-def _axes_and_functions(
-    family: Family,
-    config: Configuration,
-    layout: Layout,
-    mesh: meshes.AnyMesh,
-    compute: Compute,
-    specs: Specs,
-) -> tuple[dict[str, Axis], recipe.Functions]:
-    """Each axis of the layout with its algorithm, and the model's functions over them."""
-    axes = recipe.axes_with_algorithms(layout, compute)
-    platform = platform_of(mesh)
-    return axes, recipe.functions_of(family, config, layout, specs, axes, compute, platform)
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:

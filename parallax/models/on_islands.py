@@ -3,8 +3,8 @@ steps.
 
 devices = mesh.make(island=2, **layout.axes)
 options = {"batch": 64, "key": key}
-local = decoder.local_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, **options)
-made = on_islands.train_step(local, islands.outer_nesterov(), every=50)
+one_island = decoder.train_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, **options)
+made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
 state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
 """
 
@@ -45,18 +45,18 @@ class TrainStep(NamedTuple):
 
 
 def train_step(
-    local: decoder.LocalStep,
+    one_island: decoder.TrainStep,
     outer: optax.GradientTransformation,
     *,
     every: int,
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """The step of islands that each train by `local`; the global batch is split over the islands
+    """The step of islands that each train by `one_island`; the global batch is split over the islands
     first.
 
     Args:
-        local: the step of one island, on a mesh that has the axes of the islands too:
+        one_island: the step of one island, on a mesh that has the axes of the islands too:
             `mesh.make(island=2, **layout.axes)`. Its batch is that of one island.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: steps between two rounds.
@@ -66,32 +66,32 @@ def train_step(
     Raises:
         ValueError: as `islands.local` and `islands.init` do.
     """
-    names = islands.axis_names(axis)
-    sequences = local.batch * islands.number_of_islands(axis, local.mesh)
+    names, setup = islands.axis_names(axis), one_island.setup
+    sequences = one_island.batch * islands.number_of_islands(axis, setup.mesh)
     options = {"axis": axis, "stream": stream}
     state = islands.state_init(
-        local.state.shapes,
-        local.state.specs,
+        one_island.shapes,
+        one_island.specs,
         outer,
-        local.mesh,
+        setup.mesh,
         **options,
-        trainable=local.trainable,
+        trainable=setup.compute.trainable,
     )
 
     def keys(number):
-        return local.keys(number, sequences)
+        return one_island.keys(number, sequences)
 
     train = decoder.compiled(
-        islands.local(local.step, outer, every=every, **options),
+        islands.local(one_island.local, outer, every=every, **options),
         state.shapes,
         state.specs,
-        local.mesh,
+        setup.mesh,
         keys,
-        batch_spec=P((*names, *local.batch_axes)),
+        batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
         options=2,
     )
-    return TrainStep(lambda model=None: state.init(local.state.init(model)), state.shapes, train)
+    return TrainStep(lambda model=None: state.init(one_island.init(model)), state.shapes, train)
 
 
 def stored(

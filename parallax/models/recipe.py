@@ -13,11 +13,12 @@ pipelines.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -35,40 +36,27 @@ from parallax import (
 from parallax._typing import PyTree, Rule, Specs
 from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import accumulation_dtype, varying
-from parallax.grads import Grad, map_loss_and_aux
+from parallax.grads import Grad
+from parallax.grads.results import loss_part, map_loss_and_aux
 from parallax.layout import Layout
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
+from parallax.trees import AnyMesh
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
-REDUCED_OVER = (
-    "data",
-    "expert",
-    "context",
-)  # a gradient is summed over those along which its parameter is the same
-MEAN_OVER = (
-    "replica",
-    "data",
-    "expert",
-    "context",
-)  # the loss is a mean over the devices of these axes
-SPLIT_BY_SEQUENCES = ("replica", "data", "expert")
+# A gradient is summed over those of these axes along which its parameter is the same.
+REDUCED_OVER = ("data", "expert", "context")
+MEAN_OVER = ("replica", *REDUCED_OVER)  # the loss is a mean over the devices of these axes
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-SCHEDULES: dict[str, Callable[[Layout], Schedule]] = {
-    "one_f_one_b_lockstep": lambda layout: schedule.one_f_one_b_lockstep(
-        layout.stage, layout.microbatches, layout.chunks
-    ),
-    "gpipe": lambda layout: schedule.gpipe(layout.stage, layout.microbatches),
-    "zero_bubble_lockstep": lambda layout: schedule.zero_bubble_lockstep(
-        layout.stage, layout.microbatches, layout.chunks
-    ),
-    "one_f_one_b": lambda layout: schedule.one_f_one_b(layout.stage, layout.microbatches),
-    "zero_bubble": lambda layout: schedule.zero_bubble(
-        layout.stage, layout.microbatches, layout.chunks
-    ),
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "one_f_one_b_lockstep": schedule.one_f_one_b_lockstep,
+    "gpipe": schedule.gpipe,
+    "zero_bubble_lockstep": schedule.zero_bubble_lockstep,
+    "one_f_one_b": schedule.one_f_one_b,
+    "zero_bubble": schedule.zero_bubble,
 }
 
 
@@ -118,46 +106,68 @@ class Compute:
     grad_of: Callable[..., Grad] | None = None
 
 
-class Functions(NamedTuple):
-    """The model's three functions, as `pipeline.value_and_grad` takes them.
+PLAIN = Compute()
+Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A decoder, its layout and how it computes: all that the recipe reads.
 
     Attributes:
-        embed: `(model, part) -> x`.
-        stage: `(model, x, part, position) -> x`, or to a `pipeline.Output`.
-        head: `(model, x, part) -> loss`.
+        family: the kind of model.
+        config: its sizes.
+        layout: what is split, and how.
+        mesh: the mesh that the step runs on.
+        specs: of the model's arrays, as gradients and the optimizer have them.
+        compute: how the model computes, beside what the layout says.
     """
 
-    embed: Callable[..., Any]
-    stage: Callable[..., Any]
-    head: Callable[..., Any]
+    family: Family
+    config: Configuration
+    layout: Layout
+    mesh: AnyMesh
+    specs: Specs
+    compute: Compute = PLAIN
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """Each axis of the layout with its algorithm."""
+        return axes_with_algorithms(self.layout, self.compute)
+
+    def along(self, names: Sequence[str]) -> Axis:
+        """Those of these axes that the layout has, as one axis."""
+        return along(self.axes, names)
+
+    @property
+    def platform(self) -> str:
+        """The kind of the mesh's devices."""
+        return platform_of(self.mesh)
+
+    @property
+    def part_specs(self) -> zero.PartSpecs:
+        """The specs of the ends, of a stage and of one layer."""
+        loops = loops_of(self.layout)
+        return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
-def grad_of(
-    functions: Functions,
-    layout: Layout,
-    family: Family,
-    specs: Specs,
-    axes: Mapping[str, Axis],
-    compute: Compute,
-    scale: Float[Array, ""] | None = None,
-) -> Grad:
+def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None = None) -> Grad:
     """The gradient function `(model, batch) -> (loss, gradients)` on local blocks: the whole
     composition.
 
     Args:
-        functions: the model's, as `functions_of` makes them.
-        layout: says what is split, and how.
-        family: the kind of model.
-        specs: of the model's arrays.
-        axes: each axis of the layout with its algorithm.
-        compute: how the model computes, beside what the layout says.
+        functions: the model's three, as `functions_of` makes them.
+        setup: the decoder, its layout and how it computes.
         scale: of the loss; None: it is not scaled.
     """
-    shards = along(axes, SHARDED_OVER)
-    scatter = functools.partial(zero.reduce_scatter, axis=shards, specs=specs)
     embed, stage, head = functions
+    layout, axes, family, compute = setup.layout, setup.axes, setup.family, setup.compute
+    shards, replicas = setup.along(SHARDED_OVER), setup.along(REDUCED_OVER)
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
+    scatter = _unchanged
+    if layout.zero == 2:  # each microbatch's gradients, before they are added up
+        scatter = functools.partial(zero.reduce_scatter, axis=shards, specs=setup.specs)
 
     if layout.pipelined:
         grad = pipeline.value_and_grad(
@@ -168,27 +178,29 @@ def grad_of(
             trainable=compute.trainable,
             save=pipeline.inputs if layout.remat == "stage" else pipeline.residuals,
             send=exchange_of(layout, axes),
-            scatter=scatter if layout.zero == 2 else _unchanged,
+            scatter=scatter,
         )
     else:
         grad = differentiated(pipeline.sequential(embed, stage, head), compute.trainable)
-        if layout.zero == 2:
-            grad = _with_gradients(grad, scatter)
+        grad = _with_gradients(grad, scatter)
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
 
     if layout.sequence:  # each device has the gradients of its own tokens
         grad = grads.summed(grad, axes["tensor"])
-    if (
-        layout.zero == 3
-    ):  # the blocks are gathered one by one, by `functions_of`; the rest once a step
-        grad = zero.gathered_once(grad, shards, shard_specs(layout, family, specs).ends)
+    if layout.zero == 3:  # `functions_of` gathers block by block, this the rest once a step
+        grad = zero.gathered_once(grad, shards, setup.part_specs.ends)
+    # Outside the accumulation, which adds in float32, and inside the averages, which then reduce
+    # float32.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     if layout.zero in (1, 2):
-        grad = zero.reduce_scattered(grad, along(axes, REDUCED_OVER), specs)
+        grad = zero.reduce_scattered(grad, replicas, setup.specs)
     else:
+        # The blocks' gradients were summed where they were made; to sum them again would count them
+        # n times.
         already_summed = family.where if compute.reduce_in_backward else None
-        grad = grads.averaged(grad, along(axes, REDUCED_OVER), reduced=already_summed)
+        grad = grads.averaged(grad, replicas, reduced=already_summed)
+    # Shares are reduced between the groups, 1/n of the bytes.
     if layout.replica > 1:
         grad = grads.averaged(grad, axes["replica"])
     if scale is not None:
@@ -196,41 +208,34 @@ def grad_of(
     return _with_aux_by_layer(grad)
 
 
-def functions_of(
-    family: Family,
-    config: Configuration,
-    layout: Layout,
-    specs: Specs,
-    axes: Mapping[str, Axis],
-    compute: Compute,
-    platform: str,
-) -> Functions:
-    """The family's three functions under a layout: blocks that gather their weights and are
-    computed again, and communicate.
-    """
-    shards, loops = along(axes, SHARDED_OVER), loops_of(layout)
-    layer_specs = shard_specs(layout, family, specs).layer
-    keep = remat_of(layout, compute, platform)
+def functions_of(setup: Setup) -> Functions:
+    """The family's functions `(embed, stage, head)` under a layout: blocks that gather their
+    weights and are computed again, and communicate."""
+    family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
+    compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
+    keep = remat_of(layout, compute, setup.platform)
 
     def wrapped(block):
+        # The taps stand innermost, on the weights as the block sees them.
         block = decoder_taps.block(block, specs, family.where, loops)
         if compute.reduce_in_backward:
-            block = grads.reduced_in_backward(block, along(axes, REDUCED_OVER))
+            block = grads.reduced_in_backward(block, setup.along(REDUCED_OVER))
         if layout.zero == 3:
-            block = zero.gathered(block, shards, layer_specs)
+            block = zero.gathered(block, setup.along(SHARDED_OVER), layer_specs)
+        # Outermost, so that what the block gathers can be gathered again in the backward pass.
         return keep(block)
 
-    attend = attention_of(family, compute, platform)
+    attend = attention_of(family, compute, setup.platform)
     embed, stage, head = family.stages(
-        config,
+        setup.config,
         axes["stage"] if layout.pipelined else (),
         axes["tensor"],
-        comms=joins_of(layout, family, axes, compute),
+        comms=comms_of(setup),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
         # Two layers in a loop's body let the gathers of one overlap the other. The TPU compiler
         # then copies all that is kept.
-        unroll=2 if layout.zero == 3 and platform != "tpu" else 1,
+        unroll=2 if layout.zero == 3 and setup.platform != "tpu" else 1,
     )
     if compute.documents is not None:
         from parallax.models import documents
@@ -239,45 +244,39 @@ def functions_of(
     if layout.context > 1:
         from parallax import context
 
+        # The one mistake that no type shows: a stage that attends to its own tokens alone.
         stage = context.must_communicate(stage, axes["context"])
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
-    return Functions(embed, _with_local_loss(stage, along(axes, MEAN_OVER)), head)
+    return embed, _with_local_loss(stage, setup.along(MEAN_OVER)), head
 
 
-def loss_of(
-    functions: Functions,
-    layout: Layout,
-    family: Family,
-    specs: Specs,
-    axes: Mapping[str, Axis],
-    compute: Compute,
-) -> Callable[..., Any]:
-    """The loss `(model, batch) -> loss` on local blocks, to evaluate with; arguments are those of
-    `grad_of`.
+def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
+    """The loss `(model, batch) -> loss` on local blocks, to evaluate with.
 
     Terms of the loss and auxiliary values of the blocks are left out.
     """
+    embed, stage_with_terms, head_with_aux = functions
+    layout, axes, where = setup.layout, setup.axes, setup.family.where
 
     def stage(*arguments):
-        return output(functions.stage(*arguments)).x
+        return output(stage_with_terms(*arguments)).x
 
     def head(*arguments):
-        value = functions.head(*arguments)
-        return value[0] if isinstance(value, tuple) else value
+        return loss_part(head_with_aux(*arguments))
 
     if layout.pipelined:
-        table, exchange = schedule_of(layout, compute), exchange_of(layout, axes)
-        loss = pipeline.value(
-            functions.embed, stage, head, table, axes["stage"], blocks=family.where, send=exchange
-        )
+        table, exchange = schedule_of(layout, setup.compute), exchange_of(layout, axes)
+        loss = pipeline.value(embed, stage, head, table, axes["stage"], blocks=where, send=exchange)
     else:
-        loss = pipeline.sequential(functions.embed, stage, head)
+        loss = pipeline.sequential(embed, stage, head)
     if layout.zero == 3:
-        loss = zero.gathered(
-            loss, along(axes, SHARDED_OVER), shard_specs(layout, family, specs).ends
-        )
-    return lambda model, batch: along(axes, MEAN_OVER).all_mean(loss(model, batch))
+        loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
+
+    def mean_loss(model, batch):
+        return setup.along(MEAN_OVER).all_mean(loss(model, batch))
+
+    return mean_loss
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
@@ -288,11 +287,11 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
     )
     if layout.zero == 0:
         return rule, rule
-    over = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
-    keep = {
-        f"{family.blocks}.**": tuple(range(loops_of(layout)))
-    }  # no device runs only some of the layers
-    sharded = rules.fsdp(over, size=layout.optimizer_shards, keep=keep, inside=rule)
+    # A rule names the axes of the mesh, and a mesh without a context axis lacks the second.
+    axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
+    # No device runs only some of the layers.
+    keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}
+    sharded = rules.fsdp(axis_names, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
 
 
@@ -325,9 +324,18 @@ def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
     return present[0] if len(present) == 1 else combined_axis(*present)
 
 
-def schedule_of(layout: Layout, compute: Compute) -> Schedule:
+def platform_of(mesh: AnyMesh) -> str:
+    """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one
+    of CPUs."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+
+
+def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
     """The pipeline's schedule."""
-    return SCHEDULES[layout.schedule](layout) if compute.schedule is None else compute.schedule
+    if compute.schedule is not None:
+        return compute.schedule
+    chunks = (layout.chunks,) if layout.chunks > 1 else ()  # not every schedule has chunks
+    return SCHEDULES[layout.schedule](layout.stage, layout.microbatches, *chunks)
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
@@ -353,10 +361,9 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
     return compute.attention or kernel or family.attention
 
 
-def joins_of(
-    layout: Layout, family: Family, axes: Mapping[str, Axis], compute: Compute
-) -> Callable[..., tensor.Comms]:
+def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     """How the blocks communicate. A layout imports only the modules of its axes."""
+    layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms or tensor.comms
     if layout.sequence and compute.comms is None:
         from parallax import sequence
@@ -365,7 +372,7 @@ def joins_of(
     if layout.context > 1:
         from parallax import context
 
-        around = compute.context_attention or family.context_attention
+        around = compute.context_attention or setup.family.context_attention
         assert around is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
@@ -389,24 +396,17 @@ def loops_of(layout: Layout) -> int:
     return 2 if layout.pipelined else 1
 
 
-def shard_specs(layout: Layout, family: Family, specs: Specs) -> zero.PartSpecs:
-    """The specs of the ends, of a stage and of one layer."""
-    return zero.part_specs(specs, SHARDED_OVER, blocks=family.where, loops=loops_of(layout))
-
-
-def weighted(batch: Batch, axes: Mapping[str, Axis], compute: Compute) -> Batch:
+def weighted(batch: Batch, setup: Setup) -> Batch:
     """The batch with its documents apart, and with weights whose mean over all devices' tokens is
-    1, where it has any.
-    """
-    if compute.documents is not None:
+    1, where it has any."""
+    if setup.compute.documents is not None:
         from parallax.models import documents
 
-        batch = documents.with_segments(batch, compute.documents(batch.windows))
+        batch = documents.with_segments(batch, setup.compute.documents(batch.windows))
     if batch.weights is None:
         return batch
-    return batch._replace(
-        weights=cross_entropy.normalized(batch.weights, along(axes, SPLIT_BY_SEQUENCES))
-    )
+    sequences = setup.along(setup.layout.batch_axes)
+    return batch._replace(weights=cross_entropy.normalized(batch.weights, sequences))
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
@@ -415,6 +415,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
     """
 
     def grad(params, batch):
+        # `trainable` may pick leaves that have no derivative, such as whole numbers.
         chosen, frozen = eqx.partition(params, trainable)
         trained, static = eqx.partition(chosen, rules.is_inexact)
         others = eqx.combine(static, frozen)
@@ -424,6 +425,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
             return value if isinstance(value, tuple) else (value, None)
 
         (value, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(trained)
+        # A loss alone comes back alone: wrappers tell the two forms apart by the tuple.
         return value if aux is None else (value, aux), gradients
 
     return grad

@@ -9,6 +9,7 @@ of the shape, or a choice by a leaf's size that falls between a shard's and the 
 is allowed is a list, since a list of what is forbidden would have holes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from parallax import jaxprs, trees
 from parallax._typing import PyTree
-from parallax.grads import matching_parameters
+from parallax.grads.results import matching_parameters
 from parallax.optimizers.programs import RIGHT, WHOLE, Value, follow, of_leaf, split_over
 
 Update = Callable[..., Any]  # (gradients, state, parameters, **extra) -> (updates, state)
@@ -60,29 +61,31 @@ def checked(
         `(gradients, state, params, **extra) -> (updates, state)`, where a parameter may have no
         gradient. It raises `UnfitOptimizer`.
     """
+    # A step is traced several times for the same shapes, such as by `lower` and by `eval_shape`;
+    # its optimizer is judged once.
     decided = set()
 
+    def axes(x):
+        return split_over(jax.typeof(x)) - set(gathered)
+
     def wrapped(gradients, state, params, **extra):
-        weights = matching_parameters(gradients, params)
-        leaves, structure = jax.tree.flatten((gradients, state, weights, extra))
+        arguments = gradients, state, matching_parameters(gradients, params)
+        leaves, structure = jax.tree.flatten((arguments, extra))
+        # The types say along which axes an array differs, so the key has all that the answer
+        # depends on.
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
-        one = _Update(
-            lambda *arguments: update(*arguments, **extra),
-            gradients,
-            state,
-            weights,
-            at,
-            frozenset(gathered),
-        )
+        one = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
         try:
             if key not in decided:
-                one.check(specs)
+                one.check()
                 decided.add(key)
-            return update(gradients, state, weights, **extra)
+            return one.update(*arguments)
         except UnfitOptimizer:
             raise
         except (TypeError, ValueError) as error:
+            # What failed may be told better by the shapes of the leaves than by optax, which knows
+            # no shards. If it cannot, the error passes.
             one.explain(params, error)
             raise
 
@@ -97,17 +100,26 @@ class _Leaf(NamedTuple):
         gradient: its gradient.
         weight: the parameter, which is whole where ZeRO-1 splits the gradient alone.
         split: the axes of more than one device along which one of them differs.
+        whole: the shape of the whole parameter.
+        is_open: whether the specs leave open which dim is split; `whole` is then too large.
     """
 
     path: tuple[Any, ...]
     gradient: Any
     weight: Any
     split: frozenset[str]
+    whole: tuple[int, ...]
+    is_open: bool
 
     @property
     def name(self) -> str:
         """Its path, for messages."""
         return trees.dotted(self.path) or "the parameter"
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the parameter is a shard as its gradient is; with ZeRO-1 it is whole."""
+        return np.shape(self.gradient) == np.shape(self.weight)
 
 
 class _Update:
@@ -116,156 +128,152 @@ class _Update:
     def __init__(
         self,
         update: Update,
-        gradients: PyTree,
-        state: PyTree,
-        weights: PyTree,
+        arguments: tuple[PyTree, PyTree, PyTree],
+        specs: Mapping[str, PartitionSpec],
+        axes: Callable[[Any], frozenset[str]],
         at: str,
-        gathered: frozenset[str],
     ):
-        self.update, self.arguments, self.at, self.gathered = (
-            update,
-            (gradients, state, weights),
-            at,
-            gathered,
+        self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
+        gradients, state, weights = arguments
+        with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
+        self.leaves = [self.leaf(path, x, weight, specs) for (path, weight), x in with_path]
+        self.owners = owners_of_state(state, [leaf.path for leaf in self.leaves])
+
+    def leaf(
+        self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
+    ) -> _Leaf:
+        """A leaf with what the specs say of it."""
+        axes, ndim = self.axes(weight), np.ndim(weight)
+        entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
+        by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
+        unnamed = axes.difference(*by_dim)
+        # Any dim may be the one that an axis splits which the spec does not name.
+        whole = tuple(
+            size * math.prod(map(lax.axis_size, names | unnamed))
+            for size, names in zip(np.shape(weight), by_dim, strict=True)
         )
-        self.leaves = [
-            _Leaf(tuple(path), gradient, weight, self.axes(gradient) | self.axes(weight))
-            for (path, weight), gradient in zip(
-                jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True
-            )
-        ]
-        paths = [leaf.path for leaf in self.leaves]
-        owners = [
-            trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)
-        ]
-        self.state = [(x, owner) for x, owner in zip(jax.tree.leaves(state), owners, strict=True)]
+        # A vector has one dim to split, so nothing is left open.
+        split, is_open = axes | self.axes(gradient), ndim > 1 and bool(unnamed)
+        return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
 
-    def axes(self, x: Any) -> frozenset[str]:
-        """The axes along which an array is split."""
-        return split_over(x) - self.gathered
-
-    def check(self, specs: Mapping[str, PartitionSpec]) -> None:
+    def check(self) -> None:
         """Refuse an update that is not right on these shards."""
         if not any(leaf.split for leaf in self.leaves):
             return
-        values = [
-            *(of_leaf(i if leaf.split else WHOLE) for i, leaf in enumerate(self.leaves)),
-            *(self.value_of_state(x, owner) for x, owner in self.state),
-            *(
-                of_leaf(i if leaf.split and _is_shard(leaf) else WHOLE)
-                for i, leaf in enumerate(self.leaves)
-            ),
+        # A leaf that is whole mixes nothing by being summed.
+        numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
+        of_weights = [
+            number if leaf.is_shard else WHOLE
+            for number, leaf in zip(numbers, self.leaves, strict=True)
         ]
-        wholes = self.whole_shapes(specs)
-        for whole in wholes:
-            arguments = self.of_any_size(whole)
-            try:
-                program = jax.make_jaxpr(self.update)(*arguments)
-            except (
-                Exception
-            ) as error:  # of whatever type: what fails on an unknown size may work on a known one
-                jax.eval_shape(self.update, *self.arguments)
-                self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
-            updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
-            if not all(map(_is_shard, self.leaves)) and _shapes(updates) != _shapes(arguments[2]):
-                raise TypeError("the updates have other shapes than the parameters")
-            self.judge(follow(program, values), wholes)
+        of_state = map(self.value_of_state, jax.tree.leaves(self.arguments[1]), self.owners)
+        arguments = self.of_any_size()
+        try:
+            program = jax.make_jaxpr(self.update)(*arguments)
+        # Of whatever type: what fails on an unknown size may work on a known one.
+        except Exception as error:
+            # If it fails on the shard's own shapes too, that error is raised, which is of another
+            # kind.
+            jax.eval_shape(self.update, *self.arguments)
+            self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
+        updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
+        all_shards = all(leaf.is_shard for leaf in self.leaves)
+        # The parameters are whole and the gradients are shares, and the optimizer is not one that
+        # gathers its updates. JAX would broadcast some of these shapes without a word.
+        if not all_shards and _shapes(updates) != _shapes(arguments[2]):
+            raise TypeError("the updates have other shapes than the parameters")
+        # The program's arguments come in this order: gradients, state, parameters.
+        values = [*map(of_leaf, numbers), *of_state, *map(of_leaf, of_weights)]
+        self.judge(follow(program, values))
 
-    def of_any_size(self, whole: Sequence[tuple[int, ...]]) -> Any:
+    def of_any_size(self) -> Any:
         """The arguments, with an unknown size, from a shard's to the whole leaf's, for each dim
         where these differ."""
-
-        def size_of_state(x, owner):
-            if owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient):
-                return whole[owner]
-            return np.shape(x)
-
-        leaves, structure = jax.tree.flatten(self.arguments)
-        sizes = [*whole, *(size_of_state(x, owner) for x, owner in self.state), *whole]
-        pairs = [
-            tuple(zip(np.shape(x), size, strict=True))
-            for x, size in zip(leaves, sizes, strict=True)
-        ]
-        ranges = sorted({pair for of_leaf in pairs for pair in of_leaf if pair[0] != pair[1]})
+        pairs = {
+            pair
+            for leaf in self.leaves
+            for x in (leaf.gradient, leaf.weight)
+            for pair in zip(np.shape(x), leaf.whole, strict=True)
+        }
+        # Dims of equal sizes before and after share a symbol, so that JAX can add leaves of equal
+        # shapes.
+        ranges = sorted((least, most) for least, most in pairs if least != most)
         names = [f"d{i}" for i in range(len(ranges))]
+        # With the bounds JAX can decide a comparison with a size that lies outside them, such as of
+        # a mask that leaves small leaves out.
         bounds = [f"{name} >= {least}" for name, (least, _) in zip(names, ranges, strict=True)]
         bounds += [f"{name} <= {most}" for name, (_, most) in zip(names, ranges, strict=True)]
-        unknown = dict(
-            zip(ranges, export.symbolic_shape(",".join(names), constraints=bounds), strict=True)
-        )
+        sizes = export.symbolic_shape(",".join(names), constraints=bounds)
+        unknown = dict(zip(ranges, sizes, strict=True))
 
-        def resized(x, pairs_of_leaf):
-            shape = tuple(unknown.get(pair, pair[0]) for pair in pairs_of_leaf)
+        def resized(x, whole):
+            pairs = zip(np.shape(x), whole, strict=True)
+            shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
 
-        return jax.tree.unflatten(structure, map(resized, leaves, pairs))
+        def resized_state(x, owner):
+            return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
+
+        gradients, state, weights = map(jax.tree.flatten, self.arguments)
+        wholes = [leaf.whole for leaf in self.leaves]
+        return (
+            jax.tree.unflatten(gradients[1], map(resized, gradients[0], wholes)),
+            jax.tree.unflatten(state[1], map(resized_state, state[0], self.owners)),
+            jax.tree.unflatten(weights[1], map(resized, weights[0], wholes)),
+        )
+
+    def is_moment(self, x: Any, owner: int | None) -> bool:
+        """Whether an array of the optimizer's state has the shape of its leaf's gradient."""
+        return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
         """What is known of an array of the optimizer's state, which belongs to the leaf `owner`, if
         to any."""
+        # A count, or a factor, is the same number for all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
-        if owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient):
-            return of_leaf(owner if self.leaves[owner].split else WHOLE)
         if owner is not None and self.leaves[owner].split:
+            if self.is_moment(x, owner):
+                return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
-        if self.axes(x):
+        if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
 
-    def whole_shapes(self, specs: Mapping[str, PartitionSpec]) -> list[list[tuple[int, ...]]]:
-        """The shapes of the whole leaves: several lists where `specs` leave open which dim is
-        split."""
-
-        def factors(leaf):
-            axes, ndim = self.axes(leaf.weight), np.ndim(leaf.weight)
-            entries = [*specs.get(trees.dotted(leaf.path), ()), *[None] * ndim][:ndim]
-            by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
-            return list(map(_devices, by_dim)), _devices(axes.difference(*by_dim))
-
-        def shape(leaf, open_dim):
-            by_dim, unnamed = factors(leaf)
-            if by_dim:
-                by_dim[min(open_dim, len(by_dim) - 1)] *= unnamed
-            return tuple(
-                size * factor for size, factor in zip(np.shape(leaf.weight), by_dim, strict=True)
-            )
-
-        open_dims = [np.ndim(leaf.weight) for leaf in self.leaves if factors(leaf)[1] > 1]
-        return [[shape(leaf, dim) for leaf in self.leaves] for dim in range(max([1, *open_dims]))]
-
-    def judge(self, results: Sequence[Value], wholes: Sequence[Sequence[tuple[int, ...]]]) -> None:
+    def judge(self, results: Sequence[Value]) -> None:
         """Refuse if one of the results, the updates and then the state, is not that of its leaf's
         shard."""
-        owners = [owner for _, owner in self.state]
-        owners += [None] * (len(results) - len(self.leaves) - len(owners))
-        for i, (value, owner) in enumerate(
-            zip(results, [*range(len(self.leaves)), *owners], strict=False)
-        ):
-            what = "its update" if i < len(self.leaves) else "its state"
+        count = len(self.leaves)
+        # A new state may have more arrays than the old one; they belong to no leaf.
+        owners = [*range(count), *self.owners, *[None] * len(results)]
+        for i, (value, owner) in enumerate(zip(results, owners, strict=False)):
             if value.mixes:
                 self.refuse(value.mixes, owner)
+            # A wrapper such as `optimizers.whole` has already looked at the leaves that this was
+            # made from.
             if RIGHT in value.leaves:
                 continue
             sources = value.leaves - {WHOLE}
             first = min(sources, default=WHOLE) if owner is None else owner
             for source in sorted(sources - {first}):
-                if not self.split_alike(source, first, wholes):
+                if not self.split_alike(source, first):
+                    result = "its update" if i < count else "its state"
                     name = self.leaves[source].name
                     self.refuse(
-                        f"{what} is made of {name}, which may be split along another dim", owner
+                        f"{result} is made of {name}, which may be split along another dim", owner
                     )
-            if i < len(self.leaves) and value.leaves == {WHOLE} and self.leaves[i].split:
+            if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
-    def split_alike(self, i: int, j: int, wholes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
+    def split_alike(self, i: int, j: int) -> bool:
         """Whether two leaves are split along the same dim: over one axis, with equal shapes, in the
         one way there is."""
         a, b = self.leaves[i], self.leaves[j]
-        same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and all(
-            whole[i] == whole[j] for whole in wholes
-        )
-        return len(wholes) == len(a.split) == 1 and a.split == b.split and same_shapes
+        same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
+        # Two leaves of equal shapes may be split along different dims where specs do not tell
+        # which.
+        is_open = any(leaf.is_open for leaf in self.leaves)
+        return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
         """Refuse the optimizer, with the leaf `owner`, or the first that is split."""
@@ -283,20 +291,19 @@ class _Update:
     def explain(self, params: PyTree, error: Exception) -> None:
         """Refuse leaves or shapes that do not fit each other, with which the update failed. Other
         errors pass."""
-        paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(params)]
-        moments = [
-            (paths[owner], x)
-            for path, x in jax.tree.leaves_with_path(self.arguments[1])
-            if (owner := trees.parameter_index(path, paths)) is not None
-        ]
+        state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
+        of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
+        moments = [(paths[owner], x) for owner, x in of_leaves if owner is not None]
+        # A leaf may be frozen for one of the two alone.
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
         with_state = {path for path, _ in moments}
         if with_state and with_state != set(with_gradient):
             raise UnfitOptimizer(self.other_leaves(params, with_state)) from error
+        # An error of the optimizer's own is not ours to explain.
         if not _is_about_shapes(error):
             return
         for leaf in self.leaves:
-            if np.shape(leaf.gradient) != np.shape(leaf.weight):
+            if not leaf.is_shard:
                 raise UnfitOptimizer(
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
                     f"a share of {np.shape(leaf.weight)} as zero.reduce_scattered makes it, and "
@@ -335,7 +342,7 @@ class _Update:
             f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by "
             "the same in the gradient function."
         )
-        split = split_over(dict(jax.tree.leaves_with_path(params))[path])
+        split = split_over(jax.typeof(dict(jax.tree.leaves_with_path(params))[path]))
         if not split:
             return message
         return (
@@ -349,13 +356,10 @@ def _shapes(tree: PyTree) -> list[Any]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _is_shard(leaf: _Leaf) -> bool:
-    """Whether the parameter is a shard as its gradient is; with ZeRO-1 it is whole."""
-    return np.shape(leaf.gradient) == np.shape(leaf.weight)
-
-
-def _devices(names: Collection[str]) -> int:
-    return math.prod(map(lax.axis_size, names))
+def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
+    """For each array of an optimizer's state the number of the leaf that it belongs to, if to
+    any."""
+    return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
 def _spelt(names: Collection[str]) -> str:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import export, lax
-from jax.core import ShapedArray, Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax import export
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
 
 from parallax import jaxprs, trees
 from parallax._typing import PyTree
-from parallax.collectives.types import axes_of_type, linear, varying_axes
-from parallax.grads import matching_parameters
+from parallax.collectives.types import axes_of_type, linear
+from parallax.grads.axes import axes_of_several_devices
+from parallax.grads.results import matching_parameters
 
 # Among the numbers of leaves: an array that no axis splits, and a result marked as right on shards.
 WHOLE, RIGHT = -1, -2
@@ -57,6 +58,7 @@ def _marked(x: Any) -> Any:
     """`x`, marked as right on shards."""
     if not isinstance(x, jax.Array):
         return x
+    # A primitive with a name survives in the program, where a Python object would not.
     return linear(x, forward=lambda x: x, backward=lambda ct: ct, name=RIGHT_ON_SHARDS)
 
 
@@ -84,121 +86,101 @@ class Value(NamedTuple):
     leaves: frozenset[int] = frozenset()
     mixes: str = ""
 
+    def __or__(self, second: tuple[Any, ...]) -> "Value":
+        """What depends on both."""
+        return Value(self.leaves | second[0], self.mixes or second[1])
+
 
 def of_leaf(number: int) -> Value:
     """Element for element that of a leaf."""
     return Value(frozenset([number]))
 
 
-def same_everywhere(x: Any) -> Value:
-    """The value of an array, or of an array's type, that is the same on all devices."""
-    return Value() if np.ndim(x) == 0 or np.shape(x) == (1,) * np.ndim(x) else of_leaf(WHOLE)
+def same_everywhere(aval: Any) -> Value:
+    """An array of this type that is the same on all devices."""
+    return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
-def joined(values: Sequence[Value]) -> Value:
-    """The value of what depends on all of these."""
-    leaves = frozenset().union(*(value.leaves for value in values))
-    return Value(leaves, next((value.mixes for value in values if value.mixes), ""))
+def split_over(aval: Any) -> frozenset[str]:
+    """The axes of more than one device along which an array of this type differs."""
+    return frozenset(axes_of_several_devices(axes_of_type(aval)))
 
 
-def elementwise(values: Sequence[Value], operation: str, *, varies: bool) -> Value:
-    """The value of what an operation computes of these element by element; `varies`: it differs
-    between devices."""
-    value = joined(values)
+class _Elements(jaxprs.Following):
+    """Follows from which leaves each value is computed, and whether element by element."""
+
+    unknown = Value()
+
+    def constant(self, aval: Any, value: Any) -> Value:
+        if split_over(aval):
+            return Value(mixes="it uses a value from outside that differs between devices")
+        return same_everywhere(aval)
+
+    def results(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        # The trips of a loop may take elements of different places, so no loop is opened.
+        if eqn.primitive.name in ("scan", "while"):
+            return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
+        return super().results(eqn, operands)
+
+    def branches(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        choice, *arguments = operands
+        # Each device would choose by its own elements.
+        if choice.mixes or choice.leaves - {WHOLE}:
+            mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
+            return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
+        every_branch = [self.run(branch, arguments) for branch in eqn.params["branches"]]
+        return [
+            _elementwise(self.met(values), eqn, var.aval)
+            for var, *values in zip(eqn.outvars, *every_branch, strict=True)
+        ]
+
+    def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
+        name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
+        # `RIGHT` stays through what is computed element by element of it, up to the results of the
+        # program.
+        if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
+            return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
+        if name in jaxprs.ELEMENTWISE:
+            return _elementwise(value, eqn, aval)
+        # A reshape or a broadcast of equal numbers gives equal numbers; of a leaf it may move
+        # elements, so it must keep the shape.
+        if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
+            return value
+        mixes = value.mixes or self._mixes(eqn, value)
+        return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
+
+    def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
+        """Why an equation that is not elementwise is not right on shards; empty where all that it
+        takes is whole."""
+        if operands.leaves - {WHOLE}:
+            return f"{_operation(eqn)} uses more than one element"
+        # All operands are the same on every device. Three things can still make the result depend
+        # on the shard: its size, the device's place, and a constant inside a loop.
+        given, returned = jaxprs.types(eqn.invars), jaxprs.types(eqn.outvars)
+        if _knows_size([*given, *returned, *eqn.params.values()]):
+            return f"{_operation(eqn)} depends on the shard's size"
+        if any(map(split_over, returned)) and not any(map(split_over, given)):
+            return f"{_operation(eqn)} differs between devices"
+        inside = []
+        for body in jaxprs.closed(eqn.params):  # such as a loop's
+            arguments = jaxprs.types(jaxprs.opened(body).invars)
+            inside += self.run(body, list(map(same_everywhere, arguments)))
+        return self.met(inside).mixes
+
+
+def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
+    """The value of a result of the type `aval` that an equation computes element by element."""
     # What `zero.sharded` returns is whole on every device, as the parameters are.
-    both_whole = RIGHT in value.leaves and not varies
+    both_whole = RIGHT in value.leaves and not split_over(aval)
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value
-    return value._replace(mixes=f"{operation} combines it with an array that is not split like it")
+    mixes = f"{_operation(eqn)} combines it with an array that is not split like it"
+    return value._replace(mixes=mixes)
 
 
-def follow(
-    program: Jaxpr | ClosedJaxpr, values: Sequence[Value], line: str = "an unknown line"
-) -> list[Value]:
-    """The values of a program's results, from those of its arguments; `line` is that of the call
-    that it is in."""
-    jaxpr = jaxprs.opened(program)
-    known = dict(zip(jaxpr.constvars, map(_constant, getattr(program, "consts", ())), strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
-
-    def read(atom):
-        return _constant(atom.val) if jaxprs.is_literal(atom) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        results = _results(eqn, list(map(read, eqn.invars)), jaxprs.origin(eqn) or line)
-        known |= zip(eqn.outvars, results, strict=True)
-    return list(map(read, jaxpr.outvars))
-
-
-def _constant(x: Any) -> Value:
-    """The value of numbers that are written into the program."""
-    if isinstance(x, Tracer) and split_over(x):
-        return Value(mixes="it uses a value from outside that differs between devices")
-    return same_everywhere(x)
-
-
-def _results(eqn: JaxprEqn, operands: Sequence[Value], line: str) -> list[Value]:
-    """The values of an equation's results."""
-    name, types, value = eqn.primitive.name, jaxprs.types(eqn.outvars), joined(operands)
-    operation = f"{name} at {line}"
-    mark = eqn.params.get("name")
-    if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
-        return [Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")]
-    if name == "cond":
-        return _branches(eqn, operands, line)
-    if name not in ("while", "scan") and jaxprs.called(eqn):
-        return follow(jaxprs.closed(eqn.params)[0], operands, line)
-    if name in jaxprs.ELEMENTWISE:
-        several = len(types) > 1  # a barrier
-        return (
-            list(operands) if several else [elementwise(operands, operation, varies=_vary(types))]
-        )
-    if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
-        return [value]
-    mixes = value.mixes or _mixes(eqn, value, line)
-    return [Value(value.leaves, mixes) if mixes else same_everywhere(kind) for kind in types]
-
-
-def _mixes(eqn: JaxprEqn, operands: Value, line: str) -> str:
-    """Why an equation that is not elementwise is not right on shards; empty where all that it takes
-    is whole."""
-    operation = f"{eqn.primitive.name} at {line}"
-    if operands.leaves - {WHOLE}:
-        return f"{operation} uses more than one element"
-    if not eqn.outvars:  # a print returns nothing
-        return ""
-    if _knows_size([*jaxprs.types([*eqn.invars, *eqn.outvars]), *eqn.params.values()]):
-        return f"{operation} depends on the shard's size"
-    if _vary(jaxprs.types(eqn.outvars)) and not _vary(jaxprs.types(eqn.invars)):
-        return f"{operation} differs between devices"
-    inside = []
-    for body in jaxprs.closed(eqn.params):  # such as a loop's
-        arguments = jaxprs.types(jaxprs.opened(body).invars)
-        inside += follow(body, list(map(same_everywhere, arguments)), line)
-    return joined(inside).mixes
-
-
-def _branches(eqn: JaxprEqn, operands: Sequence[Value], line: str) -> list[Value]:
-    """The values of a conditional's results, each of which is that of one branch or another."""
-    choice, *arguments = operands
-    if choice.mixes or choice.leaves - {WHOLE}:
-        mixes = choice.mixes or f"cond at {line} depends on the elements"
-        return [joined(operands)._replace(mixes=mixes)] * len(eqn.outvars)
-    every_branch = [follow(branch, arguments, line) for branch in jaxprs.closed(eqn.params)]
-    return [
-        elementwise(values, f"cond at {line}", varies=_vary([kind]))
-        for kind, *values in zip(jaxprs.types(eqn.outvars), *every_branch, strict=True)
-    ]
-
-
-def split_over(x: Any) -> frozenset[str]:
-    """The axes of more than one device along which an array differs."""
-    return frozenset(name for name in varying_axes(x) if lax.axis_size(name) > 1)
-
-
-def _vary(types: Sequence[Any]) -> bool:
-    """Whether values of these types may differ between devices."""
-    return any(lax.axis_size(name) > 1 for kind in types for name in axes_of_type(kind))
+def _operation(eqn: JaxprEqn) -> str:
+    """An equation, for messages: `sort at rules.py:12`."""
+    return f"{eqn.primitive.name} at {jaxprs.origin(eqn) or 'an unknown line'}"
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
@@ -211,8 +193,11 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
     """Whether an unknown size is part of `x`: of a shape, or of what a function takes from where it
     was made."""
     match x:
+        # A function may close over itself.
         case _ if id(x) in seen:
             parts = ()
+        # JAX hands a callback's Python function through the program, and what it closes over with
+        # it.
         case FunctionType():
             parts = [cell.cell_contents for cell in x.__closure__ or ()]
             parts += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
@@ -227,3 +212,8 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
         case _:
             return export.is_symbolic_dim(x)
     return any(_knows_size(part, (*seen, id(x))) for part in parts)
+
+
+def follow(program: Any, values: Sequence[Value]) -> list[Value]:
+    """The values of a program's results, from those of its arguments."""
+    return _Elements().run(program, values)

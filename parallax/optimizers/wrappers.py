@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from parallax import jaxprs, rules, shards, trees
 from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
-from parallax.grads import axes_of
-from parallax.optimizers.elementwise import checked, with_extra
+from parallax.grads.axes import axes_of
+from parallax.optimizers.elementwise import checked, owners_of_state, with_extra
 from parallax.optimizers.programs import (
     RIGHT,
     WHOLE,
@@ -110,6 +111,7 @@ def by_matrix(
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
+        # A wrong guess would train a matrix of another shape without a word.
         if not counts and ndim > 3:
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
@@ -140,73 +142,101 @@ class _Way(NamedTuple):
         name: of the leaf.
         lead: how many of its first dims are layers.
         splits: the dims that `axis` splits.
-        rest: the split of the layers over the axes that split no dim. Layers are split among owners
+        inner: the split of the layers over the axes that split no dim. Owners share the layers
             over the axes of `splits`, and inside that over these.
     """
 
     name: str
     lead: int
     splits: list[Split]
-    rest: list[Split]
+    inner: list[Split]
 
 
 def _on_owners(
     optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
 ) -> optax.GradientTransformationExtraArgs:
-    optimizer, by_path = with_extra(optimizer), trees.by_path(specs)
+    owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
+    # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
+    checked_update = right_on_shards(owners.update, at="optimizers")
+    return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 
-    def way(path, leaf):
-        name, splits = trees.dotted(path), shards.splits_of(path, by_path, axis)
-        lead, done = leads(name, leaf.ndim), shards.names_of(splits)
+
+class _Owners(NamedTuple):
+    """An optimizer on leaves that are brought to the devices which own them.
+
+    Attributes:
+        optimizer: sees the leaves of some layers, whole.
+        axis: over which they are brought together.
+        specs: of the shares, by path.
+        leads: from a leaf's path and the number of its dims to how many of the first are layers.
+        apart: whether each layer is updated by one device.
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+    axis: Axis
+    specs: dict[str, PartitionSpec]
+    leads: Leads
+    apart: bool
+
+    def way(self, path: Any, leaf: Array) -> _Way:
+        """How the leaf at `path` comes to its owner."""
+        name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
+        lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
-        others = tuple(axis_name for axis_name in axes_of(axis) if axis_name not in done)
-        return _Way(name, lead, splits, [Split(lead - 1, axis.over(others))] if others else [])
+        # Layers are dealt out over these axes too, or all their devices would compute the same
+        # updates.
+        others = tuple(axis_name for axis_name in axes_of(self.axis) if axis_name not in done)
+        inner_split = [Split(lead - 1, self.axis.over(others))] if others else []
+        return _Way(name, lead, splits, inner_split)
 
-    def groups(tree):
+    def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
         """The leaves that the optimizer sees together: those with the same layers."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
-            paths.setdefault(leaf.shape[: leads(trees.dotted(path), leaf.ndim)], []).append(path)
+            layers = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
+            paths.setdefault(layers, []).append(path)
         return list(paths.items())
 
-    def init(params) -> Any:
+    def init(self, params: PyTree) -> Any:
+        """The state of all groups."""
         params = eqx.filter(params, trees.is_inexact)
+        # `rules.optimizer_specs` checks the axes of a state that is made outside a map.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
-            rules.check_axes(axes_of(axis), manual_axes)
-        if shards.runs_over(axis):
-            params = jax.tree.map_with_path(lambda path, w: _to_owner(w, w, way(path, w)), params)
-        by_layers = groups(params)
+            rules.check_axes(axes_of(self.axis), manual_axes)
+        if shards.runs_over(self.axis):
+            ways = jax.tree.map_with_path(self.way, params)
+            params = jax.tree.map(_to_owner, params, params, ways)
+        by_layers = self.groups(params)
         states = [
-            _mapped(optimizer.init, len(layers))(_only(params, paths))
+            _mapped(self.optimizer.init, len(layers))(_only(params, paths))
             for layers, paths in by_layers
         ]
+        # Static, so that `rules.optimizer_specs` can find the specs of a group's leaves by their
+        # paths.
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
-        return GatheredOptState(
-            states, axes_of(axis), members, tuple(len(layers) for layers, _ in by_layers)
-        )
+        leads = tuple(len(layers) for layers, _ in by_layers)
+        return GatheredOptState(states, axes_of(self.axis), members, leads)
 
-    def update(updates, state, weights, **extra):
-        ways = jax.tree.map_with_path(way, weights)
+    def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
+        """Each device's share of the updates, and the new state."""
+        ways = jax.tree.map_with_path(self.way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
-        one_layer = functools.partial(optimizer.update, **extra)
+        one_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
-        for (layers, paths), old in zip(groups(whole_weights), state.groups, strict=True):
-            members = _only(whole_weights, paths)
-            if apart:
-                _check_apart(one_layer, _first(members, len(layers)), _first(old, len(layers)))
+        # Leaves with different numbers of layers cannot go through one `jax.vmap`.
+        for (layers, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
+            members, lead = _only(whole_weights, paths), len(layers)
+            if self.apart:
+                _check_apart(one_layer, _first(members, lead), _first(old, lead))
             run = checked(
-                _mapped(one_layer, len(layers)), by_path, at="optimizers", gathered=axes_of(axis)
+                _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
             )
             result, new = run(_only(whole_gradients, paths), old, members)
             results.append(result)
             states.append(new)
-        result = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
-        return result, GatheredOptState(states, state.names, state.members, state.leads)
-
-    # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
-    checked_update = right_on_shards(update, at="optimizers")
-    return optax.GradientTransformationExtraArgs(init, checked_update)
+        shares = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
+        return shares, GatheredOptState(states, state.names, state.members, state.leads)
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
@@ -229,7 +259,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
             x = shards.take(x, [Split(layers, split.axis)])
         elif split.dim > layers:
             x = split.axis.all_to_all(x, layers, split.dim, tiled=True)
-    return shards.take(x, way.rest)
+    return shards.take(x, way.inner)
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
@@ -238,7 +268,8 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     if not way.lead:
         return shards.take(x, splits)
     layers = way.lead - 1
-    x = shards.gather(x, way.rest)
+    x = shards.gather(x, way.inner)
+    # The way there in reverse: the split that was made last is undone first.
     for split in reversed(way.splits):
         if split not in splits:
             x = shards.gather(x, [Split(layers, split.axis)])
@@ -279,7 +310,7 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
     """Refuse layers that cannot be dealt out evenly."""
     layers = way.lead - 1
     inside = [split for split in way.splits if split.dim > layers]
-    owners = math.prod(split.axis.size() for split in [*inside, *way.rest])
+    owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
     if shape[layers] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
@@ -291,8 +322,8 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
     """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are
     shapes."""
-    paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(weights)]
-    owners = [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
+    owners = owners_of_state(state, paths)
     program = jax.make_jaxpr(update)(weights, state, weights)
     if any(
         eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)
@@ -302,6 +333,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "ones in every layer. Take optimizers.whole, which draws them for whole leaves, as "
             "one device does."
         )
+    # Gradient and parameter of a leaf count as one source, and so does its state.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from parallax import mesh
 from parallax._typing import PyTree
 from parallax.collectives import Axis
-from parallax.grads import axes_of, axes_of_several_devices, replicated_axes
+from parallax.grads.axes import axes_of, axes_of_several_devices, replicated_axes
 from parallax.pipeline import head_sums
 from parallax.pipeline.traced import Misused, Traced
 from parallax.schedule import Schedule

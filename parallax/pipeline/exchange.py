@@ -11,7 +11,7 @@ from jaxtyping import Array
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import replicated, varying_axes
-from parallax.grads import axes_of
+from parallax.grads.axes import axes_of
 
 
 class Exchange(NamedTuple):

@@ -27,15 +27,10 @@ from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
-from parallax.grads import (
-    Grad,
-    axes_of,
-    matching_parameters,
-    mean_over_microbatches,
-    replicated_axes,
-    summed_over,
-    varies_along,
-)
+from parallax.grads import Grad, mean_over_microbatches
+from parallax.grads.axes import axes_of, replicated_axes, varies_along
+from parallax.grads.devices import summed_over
+from parallax.grads.results import matching_parameters
 from parallax.pipeline import checks, lockstep, per_stage
 from parallax.pipeline.buffers import masked
 from parallax.pipeline.exchange import Exchange, whole

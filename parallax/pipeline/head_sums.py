@@ -51,15 +51,11 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
     more than `SMALL` elements, or other numbers in each trip of a loop.
     """
     sums = _Sums(axis)
-    constants = [
-        Terms() if isinstance(value, core.Tracer) else sums.written(value)
-        for value in program.consts
-    ]
-    sums.run(jaxprs.opened(program), list(map(Terms, of_x)), constants)
+    sums.run(program, list(map(Terms, of_x)))
     return sums.added
 
 
-class _Sums(jaxprs.Following):
+class _Sums(jaxprs.FollowingAlong):
     """Follows `x` to sums over the devices of an axis; `added` says whether devices before the last
     one are in any."""
 
@@ -70,8 +66,10 @@ class _Sums(jaxprs.Following):
         self.added = False
         self.stages = range(types.axis_size(axis) - 1)  # before the last one
 
-    def written(self, value: Any) -> Terms:
-        return Terms(is_number=True, by_index=lambda index: value)
+    def constant(self, aval: Any, value: Any) -> Terms:
+        if value is None or isinstance(value, core.Tracer):
+            return Terms()
+        return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
@@ -106,7 +104,7 @@ class _Sums(jaxprs.Following):
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # Along another axis of the stages only the last device matters: the last stage is the last
         # along each.
-        return self.written(np.int32(types.axis_size(axis) - 1))
+        return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """The dependence of a result of numbers, none of which depends on an argument."""
@@ -132,6 +130,11 @@ class _Sums(jaxprs.Following):
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
         return self.met([cases[case] for case in taken])
+
+
+def _number_of(value: Any) -> Terms:
+    """A number that is the same on all stages."""
+    return Terms(is_number=True, by_index=lambda index: value)
 
 
 def _is_local(eqn: JaxprEqn) -> bool:

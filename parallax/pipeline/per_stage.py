@@ -23,7 +23,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis, types
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
-from parallax.grads import axes_of
+from parallax.grads.axes import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened, source
 from parallax.pipeline.buffers import masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
@@ -171,7 +171,7 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
         # not depend on it, even for no trip.
         return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
 
-    with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), of=len(column))):
+    with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
 
 

@@ -18,7 +18,8 @@ from parallax import taps
 from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
-from parallax.grads import axes_of, split_into_microbatches, varies_along
+from parallax.grads import split_into_microbatches
+from parallax.grads.axes import axes_of, varies_along
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
 from parallax.pipeline.buffers import Counts, masked

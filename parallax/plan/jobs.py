@@ -95,4 +95,4 @@ def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
     layout = dataclasses.replace(
         Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
     )
-    return recipe.SCHEDULES[name](layout)
+    return recipe.schedule_of(layout)

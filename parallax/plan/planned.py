@@ -259,7 +259,7 @@ def known(config: Any) -> None:
 def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
     known(config)
-    layout.check(**config.sizes, batch=batch, devices=devices)
+    layout.check(config.sizes | {"batch": batch, "devices": devices})
     if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which its schedule is there to "

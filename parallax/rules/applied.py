@@ -49,6 +49,7 @@ def specs(
     the mesh lacks or whose size does not divide the dim. Without a mesh, what needs its sizes is
     not checked.
     """
+    # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
@@ -82,9 +83,13 @@ def audit(
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
         for wrapper in {
-            id(wrapper): wrapper for p in placements for wrapper in p.wrappers
+            # By identity: a rule that was given twice is told once, and rules need not be hashable.
+            id(wrapper): wrapper
+            for p in placements
+            for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
+    # All leaves are known first: only together do they show that an axis splits the layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -118,6 +123,7 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of
     leaves that get no spec."""
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
+    # Rule by rule and not leaf by leaf, so that a rule which never gets a leaf is seen.
     taken: dict[int, Placement] = {}
     refusals, unplaced = (
         [_same_path(path, arrays) for path in twice([path for path, _ in arrays])],
@@ -163,6 +169,8 @@ def _placement(
 ) -> Placement:
     spec, why = given, []
     for wrapper in wrappers:
+        # An expert's axis may split the batch too; to split another dim over it would use the axis
+        # twice.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
@@ -206,6 +214,7 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         for part in rule.rules:
             yield from _parts(part, wrappers)
     elif isinstance(rule, fsdp):
+        # Innermost first: an outer `fsdp` splits what the inner one left.
         yield from _parts(rule.inside, (rule, *wrappers))
     else:
         yield rule, wrappers
@@ -229,6 +238,7 @@ def _idle(
             f"{len(arrays)})"
         )
         return Refusal("idle-rule", name, what, "change or remove it")
+    # A pattern that matches nothing is misspelt; one whose leaves are taken stands too late.
     hits = [i for i, (path, _) in enumerate(arrays) if matches_glob(rule.pattern, path)]
     if not hits:
         what = f"rule {name} {_no_match(rule.pattern, arrays)}"

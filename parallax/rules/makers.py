@@ -92,8 +92,10 @@ class fsdp:
     """
 
     axis_name: str | tuple[str, ...]
+    # In the rule and not read from a mesh, so that a rule can be made before there is one.
     size: int = field(kw_only=True)
     min_size: int = field(default=2**10, kw_only=True)
+    # A dict has no hash, and a frozen dataclass needs one to be part of a `jax.jit` key.
     keep: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, hash=False)
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
@@ -107,6 +109,7 @@ class fsdp:
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """What `inside` gives, with one more dim split where one fits."""
         spec = self.inside(path, leaf)
+        # A leaf that `inside` does not know is left to another rule.
         return None if spec is None else self.split(path, leaf, spec)[0]
 
     def __repr__(self) -> str:
@@ -121,6 +124,7 @@ class fsdp:
             if matches_glob(pattern, path)
             for dim in self.keep[pattern]
         ]
+        # Dims may be counted from the end, as in NumPy.
         spared = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
         fit = [dim for dim in free(leaf, entries, self.size) if dim not in spared]
         if leaf.size < self.min_size:
@@ -134,6 +138,8 @@ class fsdp:
                 spec,
                 f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{note}",
             )
+        # The largest dim leaves the largest blocks; `max` takes the first of equals, so that the
+        # choice is the same everywhere.
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"
@@ -145,6 +151,7 @@ def matches_glob(pattern: str, path: str) -> bool:
     def fits(globs: list[str], parts: list[str]) -> bool:
         if not globs:
             return not parts
+        # It stands for no part, or for one and whatever it stands for after that.
         if globs[0] == "**":
             return fits(globs[1:], parts) or (bool(parts) and fits(globs, parts[1:]))
         return bool(parts) and fnmatchcase(parts[0], globs[0]) and fits(globs[1:], parts[1:])

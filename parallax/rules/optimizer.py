@@ -69,18 +69,12 @@ def optimizer_specs(
     arrays = eqx.filter(tree, is_inexact)
     given = by_path(specs)
     paths = [path for path, _ in jax.tree.leaves_with_path(arrays)]
-    missing = [path for path in paths if dotted(path) not in given]
-    if missing:
-        raise ValueError(
-            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
-            f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
-            f"{jax.tree.structure(specs)}; pass what rules.specs(tree, rule) gives for this very "
-            "tree."
-        )
+    _check_given(paths, given, specs)
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
         i = parameter_index(path, paths)
+        # A count belongs to no leaf.
         if i is None:
             return spec_without_leaf
         name = dotted(paths[i])
@@ -90,14 +84,16 @@ def optimizer_specs(
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
+        def spec_in_group(path, moment):
+            return spec_of_moment(path, moment, spec_of_leaf, by_layer)
+
         by_layer = P(*spec_of_leaf(members[0])[:lead])
-        return jax.tree.map_with_path(
-            lambda path, moment: spec_of_moment(path, moment, spec_of_leaf, by_layer), group
-        )
+        return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
+        # A misspelt axis would leave the layers with all devices, and nothing else would say so.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [
@@ -106,21 +102,37 @@ def optimizer_specs(
         ]
         return GatheredOptState(groups, node.names, node.members, node.leads)
 
+    # The shapes alone: a state of a model that fits no device can still be placed.
     state = jax.eval_shape(optimizer.init, arrays)
     return jax.tree.map_with_path(
         specs_of_node, state, is_leaf=lambda node: isinstance(node, GatheredOptState)
     )
 
 
+def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
+    """Refuse specs that lack one of the leaves at `paths`."""
+    missing = [path for path in paths if dotted(path) not in given]
+    if missing:
+        raise ValueError(
+            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
+            f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
+            f"{jax.tree.structure(specs)}; pass what rules.specs(tree, rule) gives for this very "
+            "tree."
+        )
+
+
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """The spec of a leaf that is whole along the axes `names`, its layers split over them."""
     split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
+    # What splits a dim already cannot split the layers as well.
     done = {name for entry in entries for name in entry_axes(entry)}
     left = [
         tuple(name for name in entry_axes(entry) if name not in names) for entry in entries[lead:]
     ]
     layers = [entry_axes(entry) for entry in entries[:lead]]
     if lead:
+        # The axes of the matrices' dims split the layers instead, inside those that already do: so
+        # `optimizers.by_matrix` deals them out.
         layers[-1] = (*layers[-1], *split, *(name for name in names if name not in done))
     return spec_of(
         [(entry[0] if len(entry) == 1 else entry) if entry else None for entry in (*layers, *left)]
@@ -131,6 +143,7 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     if moment.shape == leaf.shape:
         return spec
     entries = padded(spec, leaf.ndim)
+    # The parameter is whole, so any shape is right whole.
     if not any(entry_axes(entry) for entry in entries):
         return P()
     readings = [
@@ -138,6 +151,7 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
             entries[dim] if size == leaf.shape[dim] else None
             for size, dim in zip(moment.shape, dims, strict=True)
         ]
+        # Which dims were dropped is not written anywhere, so all that fit are tried.
         for dims in itertools.combinations(range(leaf.ndim), moment.ndim)
         if all(size in (1, leaf.shape[dim]) for size, dim in zip(moment.shape, dims, strict=True))
     ]

@@ -81,12 +81,14 @@ def refused(
     Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a
     leaf without that split would have each device run all of them, and is never advised.
     """
+    # A spec with too many entries has no sizes to compare.
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     if mesh is not None and not refusals:
         refusals = list(_sizes_refused(p, mesh, stacked))
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
+        # The spec without that axis would have each device run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -102,6 +104,7 @@ def stacked_axes(placements: Sequence[Placement]) -> set[str]:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
+    # One leaf alone may be split by chance; the same dim and size in several are layers.
     return {axis for axis, dims in dims_by_axis.items() if len(dims) > 1 and len(set(dims)) == 1}
 
 
@@ -128,7 +131,10 @@ def _batch_refused(
 ) -> Iterator[Refusal]:
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
+            # What the rule itself gave is looked at, and not what `fsdp` added: ZeRO-3 splits over
+            # the batch's axis on purpose.
             if axis in batch_axes and not p.visited:
+                # Without a mesh the advice leaves the size open.
                 size = "..." if mesh is None else mesh.shape.get(axis, "...")
                 what = (
                     f"{p.path}: dim {dim} of shape {p.leaf.shape} is split over mesh axis "
@@ -170,6 +176,7 @@ def _sizes_refused(
                 f"{subject} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
             )
             cure = f"{others}, or replicate this leaf with P()"
+            # To replicate one leaf of the stacked ones would give its device all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
                 cure = (
@@ -194,6 +201,7 @@ def _fitting(
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
     }
     entries = []
+    # A spec may be shorter than its leaf has dims; the others are whole.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
@@ -225,6 +233,7 @@ def padded(spec: PartitionSpec, ndim: int) -> list:
 
 def spec_of(entries: list) -> PartitionSpec:
     """The spec of these entries, without trailing Nones."""
+    # JAX takes P() and P(None) for two specs.
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return P(*entries)

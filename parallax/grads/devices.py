@@ -1,39 +1,42 @@
-"""Functions of a gradient function: accumulated over microbatches, averaged over devices, clipped.
-
-A gradient function is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` and
-`eqx.filter_value_and_grad` return it. With `has_aux=True` it is
-`(params, batch) -> ((loss, aux), gradients)`; every function here passes `aux`, a tree of arrays,
-on. A leaf that is not trained has a gradient of None. The order of wrapping is the cost: `averaged`
-outside `accumulated` reduces once per step, inside it once per microbatch.
-"""
+"""Gradients of microbatches, one after another, and of devices that split the batch: how they become
+those of the whole batch."""
 
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from parallax import jaxprs, taps, trees
 from parallax._typing import PyTree
 from parallax.collectives import types
-from parallax.collectives.axis import Axis, AxisLike, combined_axis, xla
+from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
-from parallax.collectives.types import (
-    accumulation_dtype,
-    linear,
-    varying,
-    varying_axes,
+from parallax.collectives.types import accumulation_dtype, linear, varying, varying_axes
+from parallax.grads.axes import (
+    ENCLOSING,
+    Enclosing,
+    axes_of,
+    axes_of_copies,
+    axes_of_several_devices,
+    replicated_axes,
+)
+from parallax.grads.norms import refuse_clipped
+from parallax.grads.results import (
+    Grad,
+    floating,
+    loss_and_gradients,
+    loss_part,
+    map_loss_and_aux,
+    matching_parameters,
 )
 
-Loss = Float[Array, ""]
-Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 Tree = TypeVar("Tree", bound=PyTree)
 
 
@@ -42,7 +45,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 def mean_over_microbatches(aux: Tree) -> Tree:
     """The mean of each array over its first dim, the microbatches; floating-point for integers."""
-    return jax.tree.map_with_path(lambda path, leaf: jnp.mean(_floating(path, leaf), axis=0), aux)
+    return jax.tree.map_with_path(lambda path, leaf: jnp.mean(floating(path, leaf), axis=0), aux)
 
 
 def accumulated(
@@ -157,7 +160,7 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
-        number = _floating(path, leaf)
+        number = floating(path, leaf)
         return differs_along.all_mean(number.astype(accumulation_dtype(number.dtype))).astype(
             number.dtype
         )
@@ -288,23 +291,6 @@ def with_sums_over(
         return map_loss_and_aux(value, lambda _: total, combined), finished
 
     return wrapped
-
-
-class Enclosing(NamedTuple):
-    """The effect of the functions around the code that is being traced on the parameters.
-
-    Attributes:
-        declared: the axes along which all parameters were declared varying.
-        shares: those of these along which some parameters were shares before.
-    """
-
-    declared: frozenset[str] = frozenset()
-    shares: frozenset[str] = frozenset()
-
-
-# JAX's own context, and not a ContextVar: it is part of the key under which `jax.jit` keeps a
-# traced function.
-ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def local_gradients(
@@ -530,206 +516,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
 
         return linear(parameter, forward=forward, backward=backward)
 
-    return lambda params, *arguments: function(jax.tree.map(summed_backward, params), *arguments)
+    def wrapped(params, *arguments):
+        return function(jax.tree.map(summed_backward, params), *arguments)
 
-
-# The norm of gradients
-
-
-def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
-    """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all
-    shards.
-
-    It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
-    `precision.unscaled`. It takes gradients that vary along an axis to be shards of larger ones.
-    `reduce_norm_over` is the `axes` of `norm`.
-
-        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
-        >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
-        >>> mean, gradients = grad(jnp.ones(2), jnp.ones((8, 2)))
-        >>> print(f"{grads.norm(gradients):.4f}")
-        1.0000
-    """
-    check_max_norm("grads.clipped", max_norm)
-    return Clipped(grad, max_norm, tuple(reduce_norm_over))
-
-
-def check_max_norm(where: str, max_norm: Any) -> None:
-    """Raise `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
-    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
-        raise ValueError(
-            f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
-            "trained. Leave the clipping out, or give the largest norm that a step may have."
-        )
-
-
-@dataclass(frozen=True)
-class Clipped:
-    """The gradient function that `clipped` returns. It has a type of its own, so that others can
-    refuse it."""
-
-    grad: Grad
-    max_norm: float
-    axes: tuple[AxisLike, ...]
-
-    def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """The loss, and the clipped gradients."""
-        value, gradients = loss_and_gradients(self.grad, params, batch)
-        return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
-
-
-def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Refuse `wrapper` around `clipped`, which would clip `clipped_gradients`. Raises
-    `ValueError`."""
-    if isinstance(grad, Clipped):
-        raise ValueError(
-            f"{wrapper} stands around grads.clipped, which would clip {clipped_gradients} instead "
-            f"of the gradients of the step. Exchange the two: grads.clipped({wrapper}(...), "
-            "max_norm), or use step.make(..., max_norm=...)."
-        )
-
-
-def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
-    """The Euclidean norm of a whole tree whose leaves may be shards, the same on all devices.
-
-    A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced
-    over exactly those: one scalar for each set of axes in use. Squares are summed in float32 or
-    wider. `axes` names the algorithm along its axes; along any other axis `jax.lax` moves the data.
-
-    Raises:
-        ValueError: there is no gradient; or a gradient is that of one device, not reduced yet.
-    """
-    types.check_typed()
-    if not jax.tree.leaves(gradients):
-        raise ValueError(
-            "grads.norm needs at least one gradient, and all of them are None: nothing is "
-            "trained. A gradient function returns an array for each trained leaf, as "
-            "eqx.filter_value_and_grad does for floating-point arrays."
-        )
-    squares = {}
-    for leaf in jax.tree.leaves(gradients):
-        names, x = varying_axes(leaf), leaf.astype(accumulation_dtype(leaf.dtype))
-        if unreduced := sorted(ENCLOSING.value.declared & set(names)):
-            raise ValueError(
-                f"A norm is taken inside a function that reduces over {unreduced}, of the "
-                "gradients of one device, as if they were shards. Clip outside it: "
-                "grads.clipped(grads.averaged(...), max_norm)."
-            )
-        squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
-    algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
-
-    def total(names, square):
-        if not names:
-            return square
-        return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(
-            square
-        )
-
-    totals = [total(names, square) for names, square in squares.items()]
-    return jnp.sqrt(sum(totals[1:], start=totals[0]))
-
-
-def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
-    """`gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
-    # Gradients of zero have a norm of zero, and stay as they are.
-    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
-
-
-# Axes
-
-
-def axes_of(axis: Axis) -> tuple[str, ...]:
-    """The names of an axis, always as a tuple."""
-    return types.axes(axis.names)
-
-
-def axes_of_several_devices(names: Iterable[str]) -> list[str]:
-    """Those of the axes that have more than one device, sorted."""
-    return sorted(name for name in names if types.axis_size(name) > 1)
-
-
-def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """The axes of `axis` along which `x` is the same."""
-    return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
-
-
-def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """The axes of `axis` along which all devices have the parameter `x`, even if it is declared
-    varying."""
-    declared = ENCLOSING.value.declared
-    return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
-
-
-def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Whether `x` may differ between devices along every one of the axes."""
-    return not replicated_axes(x, Axis.of(axis))
-
-
-# The results of a gradient function
-
-
-def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """What a gradient function returns. Raises `ValueError` where it returns something else."""
-    results = grad(params, batch)
-    if not isinstance(results, tuple) or len(results) != 2:
-        returned = "one array" if trees.is_array(results) else type(results).__name__
-        raise ValueError(
-            "A gradient function returns (loss, gradients), as jax.value_and_grad(loss) and "
-            "eqx.filter_value_and_grad(loss) do; this one returned "
-            f"{returned}. Use one of those two instead of the loss or jax.grad(loss)."
-        )
-    return results
-
-
-def loss_part(value: PyTree) -> Any:
-    """The loss in the first result of a gradient function, which may have auxiliary values beside
-    it."""
-    return value[0] if isinstance(value, tuple) else value
-
-
-def map_loss_and_aux(
-    value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
-) -> PyTree:
-    """The first result of a gradient function, a loss or `(loss, aux)`, with a function applied to
-    each."""
-    return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
-
-
-def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
-    """The parameters of these gradients, in their structure; parameters without a gradient are left
-    out.
-
-    Raises:
-        ValueError: a gradient is at a path where `params` has no array.
-    """
-    by_path = dict(jax.tree.leaves_with_path(params))
-
-    def parameter(path, gradient):
-        if path not in by_path:
-            raise ValueError(
-                f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
-                "there. A gradient function must return a tree like the parameters, with None for "
-                "a leaf that is not trained, as eqx.filter_value_and_grad does."
-            )
-        if not trees.is_array(by_path[path]):
-            raise ValueError(
-                f"The gradients have a leaf {trees.dotted(path)!r}, and that parameter is "
-                f"{by_path[path]!r}, which is not an array, so it is not trained. Use "
-                "eqx.filter_value_and_grad, whose gradient is None there, or make the parameter "
-                "an array."
-            )
-        return by_path[path]
-
-    return jax.tree.map_with_path(parameter, gradients)
-
-
-def _floating(path: Sequence[Any], leaf: Array) -> Array:
-    """An auxiliary value as floating-point numbers."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise ValueError(
-            f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "
-            "has no mean. Leave it out, or pass a function that combines it: aux=... of "
-            "grads.accumulated and grads.averaged."
-        )
-    return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))
+    return wrapped

@@ -1,0 +1,35 @@
+"""Functions of a gradient function: accumulated over microbatches, averaged over devices, clipped.
+
+A gradient function is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` and
+`eqx.filter_value_and_grad` return it. With `has_aux=True` it is
+`(params, batch) -> ((loss, aux), gradients)`; every function here passes `aux`, a tree of arrays,
+on. A leaf that is not trained has a gradient of None. The order of wrapping is the cost: `averaged`
+outside `accumulated` reduces once per step, inside it once per microbatch.
+"""
+
+from parallax.grads.devices import (
+    accumulated,
+    averaged,
+    mean_over_devices,
+    mean_over_microbatches,
+    reduced_in_backward,
+    split_into_microbatches,
+    summed,
+)
+from parallax.grads.norms import clipped, norm, scaled
+from parallax.grads.results import Grad, Loss
+
+__all__ = [
+    "Grad",
+    "Loss",
+    "accumulated",
+    "averaged",
+    "clipped",
+    "mean_over_devices",
+    "mean_over_microbatches",
+    "norm",
+    "reduced_in_backward",
+    "scaled",
+    "split_into_microbatches",
+    "summed",
+]

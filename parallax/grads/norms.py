@@ -1,0 +1,119 @@
+"""The norm of gradients whose leaves may be shards, and clipping by it."""
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from parallax._typing import PyTree
+from parallax.collectives import types
+from parallax.collectives.axis import Axis, AxisLike, combined_axis, xla
+from parallax.collectives.types import accumulation_dtype, varying_axes
+from parallax.grads.axes import ENCLOSING, axes_of
+from parallax.grads.results import Grad, loss_and_gradients
+
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
+    """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all
+    shards.
+
+    It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
+    `precision.unscaled`. It takes gradients that vary along an axis to be shards of larger ones.
+    `reduce_norm_over` is the `axes` of `norm`.
+
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
+        >>> mean, gradients = grad(jnp.ones(2), jnp.ones((8, 2)))
+        >>> print(f"{grads.norm(gradients):.4f}")
+        1.0000
+    """
+    check_max_norm("grads.clipped", max_norm)
+    return Clipped(grad, max_norm, tuple(reduce_norm_over))
+
+
+def check_max_norm(where: str, max_norm: Any) -> None:
+    """Raise `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
+    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
+        raise ValueError(
+            f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
+            "trained. Leave the clipping out, or give the largest norm that a step may have."
+        )
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The gradient function that `clipped` returns. It has a type of its own, so that others can
+    refuse it."""
+
+    grad: Grad
+    max_norm: float
+    axes: tuple[AxisLike, ...]
+
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """The loss, and the clipped gradients."""
+        value, gradients = loss_and_gradients(self.grad, params, batch)
+        return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
+
+
+def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
+    """Refuse `wrapper` around `clipped`, which would clip `clipped_gradients`. Raises
+    `ValueError`."""
+    if isinstance(grad, Clipped):
+        raise ValueError(
+            f"{wrapper} stands around grads.clipped, which would clip {clipped_gradients} instead "
+            f"of the gradients of the step. Exchange the two: grads.clipped({wrapper}(...), "
+            "max_norm), or use step.make(..., max_norm=...)."
+        )
+
+
+def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
+    """The Euclidean norm of a whole tree whose leaves may be shards, the same on all devices.
+
+    A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced
+    over exactly those: one scalar for each set of axes in use. Squares are summed in float32 or
+    wider. `axes` names the algorithm along its axes; along any other axis `jax.lax` moves the data.
+
+    Raises:
+        ValueError: there is no gradient; or a gradient is that of one device, not reduced yet.
+    """
+    types.check_typed()
+    if not jax.tree.leaves(gradients):
+        raise ValueError(
+            "grads.norm needs at least one gradient, and all of them are None: nothing is "
+            "trained. A gradient function returns an array for each trained leaf, as "
+            "eqx.filter_value_and_grad does for floating-point arrays."
+        )
+    squares = {}
+    for leaf in jax.tree.leaves(gradients):
+        names, x = varying_axes(leaf), leaf.astype(accumulation_dtype(leaf.dtype))
+        if unreduced := sorted(ENCLOSING.value.declared & set(names)):
+            raise ValueError(
+                f"A norm is taken inside a function that reduces over {unreduced}, of the "
+                "gradients of one device, as if they were shards. Clip outside it: "
+                "grads.clipped(grads.averaged(...), max_norm)."
+            )
+        squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
+    algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
+
+    def total(names, square):
+        if not names:
+            return square
+        return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(
+            square
+        )
+
+    totals = [total(names, square) for names, square in squares.items()]
+    return jnp.sqrt(sum(totals[1:], start=totals[0]))
+
+
+def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
+    """`gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
+    # Gradients of zero have a norm of zero, and stay as they are.
+    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

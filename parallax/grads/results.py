@@ -1,0 +1,81 @@
+"""What a gradient function returns, a loss or `(loss, aux)` and a tree of gradients, and its
+parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from parallax import trees
+from parallax._typing import PyTree
+
+Loss = Float[Array, ""]
+Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
+
+
+def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    """What a gradient function returns. Raises `ValueError` where it returns something else."""
+    results = grad(params, batch)
+    if not isinstance(results, tuple) or len(results) != 2:
+        returned = "one array" if trees.is_array(results) else type(results).__name__
+        raise ValueError(
+            "A gradient function returns (loss, gradients), as jax.value_and_grad(loss) and "
+            "eqx.filter_value_and_grad(loss) do; this one returned "
+            f"{returned}. Use one of those two instead of the loss or jax.grad(loss)."
+        )
+    return results
+
+
+def loss_part(value: PyTree) -> Any:
+    """The loss in the first result of a gradient function, which may have auxiliary values beside
+    it."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def map_loss_and_aux(
+    value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
+) -> PyTree:
+    """The first result of a gradient function, a loss or `(loss, aux)`, with a function applied to
+    each."""
+    return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
+
+
+def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
+    """The parameters of these gradients, in their structure; parameters without a gradient are left
+    out.
+
+    Raises:
+        ValueError: a gradient is at a path where `params` has no array.
+    """
+    by_path = dict(jax.tree.leaves_with_path(params))
+
+    def parameter(path, gradient):
+        if path not in by_path:
+            raise ValueError(
+                f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
+                "there. A gradient function must return a tree like the parameters, with None for "
+                "a leaf that is not trained, as eqx.filter_value_and_grad does."
+            )
+        if not trees.is_array(by_path[path]):
+            raise ValueError(
+                f"The gradients have a leaf {trees.dotted(path)!r}, and that parameter is "
+                f"{by_path[path]!r}, which is not an array, so it is not trained. Use "
+                "eqx.filter_value_and_grad, whose gradient is None there, or make the parameter "
+                "an array."
+            )
+        return by_path[path]
+
+    return jax.tree.map_with_path(parameter, gradients)
+
+
+def floating(path: Sequence[Any], leaf: Array) -> Array:
+    """An auxiliary value as floating-point numbers."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise ValueError(
+            f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "
+            "has no mean. Leave it out, or pass a function that combines it: aux=... of "
+            "grads.accumulated and grads.averaged."
+        )
+    return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))
