@@ -10,6 +10,7 @@ Run: python examples/wrong_on_purpose.py
 # of 8 devices send never comes: 5 s are spent on waiting for it here, of some 15 s in
 # all.
 
+import functools
 import os
 import textwrap
 import threading
@@ -72,15 +73,20 @@ def tell(title: str, **texts: str) -> None:
 
 
 def weights_over_the_data_axis(net, batch):
-    reported, learnt = trained(averaged, BY_HAND, net, batch)
+    def grad(net, batch):
+        value, gradients = jax.value_and_grad(loss)(net, batch)
+        return lax.pmean(value, "data"), gradients
+
+    reported, learnt = trained(grad, BY_HAND, net, batch)
     rule = rules.first(*(rules.match(name, spec) for name, spec in BY_HAND.items()))
+    specs = functools.partial(rules.specs, batch_axes=("data",))
     tell(
         "1. Weights split over the data axis",
         harm=f"training reports a loss of {reported:.3f}; the net that it made has "
         f"{loss(learnt, batch):.3f}.",
-        caught=refusal(rules.specs, net, rule, devices),
+        caught=refusal(specs, net, rule, devices),
         why="Each replica trained 8 of the 64 hidden units alone, on rows of its own. "
-        "Ask rules.specs for the specs.",
+        "Ask rules.specs for the specs, with batch_axes=('data',).",
     )
 
 
