@@ -3,7 +3,7 @@ step, in bytes. Nothing runs.
 
     python benchmarks/accelerators.py --target v5e:2x2
         # compiles 24 layouts, adds a line to FILE for each: about 15 minutes
-    python benchmarks/accelerators.py  # fits the compilers' constants on one half, scores the other
+    python benchmarks/accelerators.py  # the trace's memory beside the saved figures: a minute
 
 The first needs the compiler: `pip install -e ".[tpu]"` or `[gpu-compile]`; the second, nothing. See
 benchmarks/README.md.
@@ -11,8 +11,6 @@ benchmarks/README.md.
 
 import argparse
 import json
-import math
-import random
 import re
 import statistics
 import time
@@ -31,11 +29,10 @@ from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.models.decoder import Compute
-from parallax.plan import compilers, temporaries, traffic
+from parallax.plan import arguments
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
 CHIPS = {"v5e": hardware.TPU_V5E, "v5p": hardware.TPU_V5P, "h100": hardware.H100}
-SEED = 32
 MODELS = {
     "a": gpt2.Config(layers=4, heads=4, width=256, context=512, vocabulary=2048),
     "b": gpt2.Config(layers=6, heads=6, width=384, context=256, vocabulary=1024),
@@ -70,28 +67,18 @@ Row = Mapping[str, Any]
 
 
 def main():
-    arguments = parse()
-    if arguments.target:
-        jax.config.update("jax_platforms", "cpu")
-        return collect(arguments.target, arguments.file)
-    rows = read(arguments.file)
-    parts = {
-        name: halves([row for row in rows if row["target"] == target])
-        for name, target in COMPILERS.items()
-    }
-    scored = {id(row) for _, part in parts.values() for row in part}
-    half = lambda row: {"half": "scored" if id(row) in scored else "fitted"}
-    print(measure.table([line(row, predicted(row)) | half(row) for row in rows]), "\n")
-    for name, (fitted, rest) in parts.items():
-        if not rest:
-            print(f"{name}: too few are compiled", "\n")
-            continue
-        now = getattr(compilers, name)
-        found = fit(
-            fitted, compilers.IN_PLACE._replace(apart=now.apart, copied=now.copied, early=now.early)
-        )
-        print(f"{name}, fitted on {len(fitted)}: {constants(found)}")
-        print(measure.table(scores(rest, found)), "\n")
+    options = parse()
+    jax.config.update("jax_platforms", "cpu")
+    if options.target:
+        return collect(options.target, options.file)
+    rows = read(options.file)
+    plans = [(row, predicted(row)) for row in rows]
+    print(measure.table([line(row, plan) for row, plan in plans]), "\n")
+    for target in dict.fromkeys(row["target"] for row in rows):
+        found = [
+            (row, plan["peak"] / held(row) - 1) for row, plan in plans if row["target"] == target
+        ]
+        print(target, measure.table(scores(found)), sep="\n", end="\n\n")
 
 
 def collect(name: str, file: Path):
@@ -171,27 +158,6 @@ def read(file: Path) -> list[Row]:
     return sorted(rows, key=lambda row: (row["target"], row["family"], row["model"], row["layout"]))
 
 
-def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Two halves of the rows, drawn by a seed: every other one of each target's, like beside like.
-
-    Like are those of one family with one choice of remat, as a constant that no row of the fitted
-    half tells of cannot be scored.
-    """
-    draw, order = random.Random(SEED), {}
-    for row in rows:
-        kind = row["target"], row["family"], Layout.parse(row["layout"]).remat
-        order[row["target"], row["model"], row["layout"]] = (*kind, draw.random())
-    found: tuple[list[Row], list[Row]] = ([], [])
-    for target in dict.fromkeys(row["target"] for row in rows):
-        like = sorted(
-            (row for row in rows if row["target"] == target),
-            key=lambda row: order[target, row["model"], row["layout"]],
-        )
-        for k, row in enumerate(like):
-            found[k % 2].append(row)
-    return found
-
-
 def held(row: Row) -> int:
     """The peak of a compiled step: what it takes, gives and needs, without a TPU's own code, which
     no plan tells."""
@@ -209,12 +175,29 @@ def chip(row: Row) -> hardware.Hardware:
 
 
 def predicted(row: Row) -> dict[str, Any]:
-    """What the plan says of a row: its arguments, what is sent along which axes, and the peak."""
+    """What the plan says of a row: its arguments, what is sent along which axes, and the peak.
+
+    The programs were compiled with scores, with rings, and with two layers in a body of ZeRO-3, as
+    the recipe has them on a mesh that names no devices.
+    """
     config, layout, batch = of(row)
-    needs = plan.memory(config, layout, chip(row), batch)
-    sent = traffic.by_axes(traffic.terms(config, layout, batch, axes=by_rings(layout)))
-    along = {" x ".join(axes): size for axes, size in sent.items() if axes and size}
-    return {"arguments": needs.arguments, "sent": along, "peak": needs.peak}
+    world = mesh.abstract(**layout.axes)
+    prepared = decoder.train_step(
+        *(gpt2.FAMILY, config, plan.ADAMW, layout, world),
+        batch=batch,
+        key=jax.random.key(0),
+        compute=Compute(axes=by_rings(layout)),
+    )
+    windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+    trace = plan.trace(prepared.train, (prepared.shapes, windows), world, hardware=chip(row))
+    planned = plan.plan(config, layout, chip(row), batch=batch, axes=by_rings(layout))
+    along = {" x ".join(axes): size for axes, size in planned.sent.items() if axes and size}
+    state = (
+        arguments.parameter_bytes(config, layout)
+        + arguments.optimizer_bytes(config, layout, plan.ADAMW)
+        + arguments.batch_bytes(config, layout, batch)
+    )
+    return {"arguments": state, "sent": along, "peak": trace.peak}
 
 
 def line(row: Row, found: Mapping[str, Any]) -> dict[str, object]:
@@ -237,92 +220,12 @@ def line(row: Row, found: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def off(rows: Sequence[Row], compiler: compilers.Compiler) -> list[float]:
-    """How far the plan's peaks are off with these constants."""
-    found = []
-    for row in rows:
-        config, layout, batch = of(row)
-        state = plan.memory(config, layout, chip(row), batch)
-        temporary = temporaries.temporary(config, layout, batch, compiler=compiler)
-        needs = state._replace(temporary=temporary)
-        found.append(needs.peak / held(row) - 1)
-    return found
-
-
-COMPILERS = {"XLA_V5E": "v5e:2x2", "XLA_V5P": "v5p:2x2x1", "XLA_H100": "4 x h100"}
-# The constants that are fitted; near memory is in MB. `apart`, `copied` and `early` were read from
-# the programs.
-FITTED = ("scores", "block 0", "block 1", "block 2", "slots", "kept", "near")
-RANGES = {"near": (0.0, 256.0)}  # in MB; of the others: times where the fit begins
-WIDEST = (0.05, 4.0)
-PULL = 0.002  # toward where the fit begins, so that what few rows tell of is not driven far
-
-
-def fit(rows: Sequence[Row], start: compilers.Compiler) -> compilers.Compiler:
-    """Constants under which the plan's peaks are nearest to those of the rows, in the logarithm;
-    one constant after another.
-
-    `near` is only tried on a TPU.
-    """
-    names = [
-        name for name in FITTED if name != "near" or any("v5" in row["target"] for row in rows)
-    ]
-    scales = dict.fromkeys(FITTED, 1.0) | {"near": 0.0}
-
-    def loss(scales: Mapping[str, float]) -> float:
-        wrong = [math.log1p(one) for one in off(rows, scaled(start, scales))]
-        return statistics.mean(one * one for one in wrong) + PULL * sum(
-            (scales[name] - 1) ** 2 for name in names if name != "near"
-        )
-
-    for step in (1.5, 1.2, 1.05, 1.01):
-        better = True
-        while better:
-            better, now = False, loss(scales)
-            for name in names:
-                low, high = RANGES.get(name, WIDEST)
-                moves = (
-                    [scales[name] + 64 * (step - 1), scales[name] - 64 * (step - 1)]
-                    if name == "near"
-                    else [scales[name] * step, scales[name] / step]
-                )
-                for tried in moves:
-                    there = scales | {name: min(max(tried, low), high)}
-                    if (found := loss(there)) < now - 1e-7:
-                        scales, now, better = there, found, True
-    return scaled(start, scales)
-
-
-def scaled(start: compilers.Compiler, scales: Mapping[str, float]) -> compilers.Compiler:
-    """A compiler's constants times these."""
-    block = tuple(
-        (round(a * scales[f"block {k}"], 2), round(b * scales[f"block {k}"], 2))
-        for k, (a, b) in enumerate(start.block)
-    )
-    return start._replace(
-        scores=round(start.scores * scales["scores"], 2),
-        block=block,
-        slots=round(start.slots * scales["slots"], 2),
-        kept=round(start.kept * scales["kept"], 2),
-        near=round(scales["near"]) * 1e6,
-    )
-
-
-def constants(found: compilers.Compiler) -> str:
-    """The constants as `plan.compilers` has them."""
-    names = ("scores", "block", "slots", "kept", "near")
-    return ", ".join(f"{name}={getattr(found, name)}" for name in names)
-
-
-def scores(rows: Sequence[Row], compiler: compilers.Compiler) -> list[dict[str, object]]:
+def scores(found: Sequence[tuple[Row, float]]) -> list[dict[str, object]]:
     """How far the peaks are off, in each family and in all."""
-    found = []
-    for family in [*dict.fromkeys(row["family"] for row in rows), "all"]:
-        wrong = [
-            abs(one)
-            for one in off([row for row in rows if family in (row["family"], "all")], compiler)
-        ]
-        found.append(
+    lines = []
+    for family in [*dict.fromkeys(row["family"] for row, _ in found), "all"]:
+        wrong = [abs(off) for row, off in found if family in (row["family"], "all")]
+        lines.append(
             {
                 "family": family,
                 "layouts": len(wrong),
@@ -330,7 +233,7 @@ def scores(rows: Sequence[Row], compiler: compilers.Compiler) -> list[dict[str, 
                 "worst": f"{max(wrong):.1%}",
             }
         )
-    return found
+    return lines
 
 
 def parse() -> argparse.Namespace:

@@ -27,7 +27,7 @@ from published import CAUSES, Row, rows
 from parallax import hardware, plan
 from parallax.collectives import ring, send_next
 from parallax.layout import Layout
-from parallax.plan import algorithms, networks, temporaries, traffic
+from parallax.plan import algorithms, networks, residuals, traffic
 from parallax.plan.planned import PASSES
 from parallax.plan.planned import messages as messages_of
 from parallax.plan.recomputed import recomputed
@@ -85,7 +85,9 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     )
     heads = head * (planned.layout.stage if unlike.at_ends else 1)
     products = (
-        seconds.products * (unlike.weights + unlike.scores * scores + heads) / (1 + scores + head)
+        (seconds.products + last_products(row, planned))
+        * (unlike.weights + unlike.scores * scores + heads)
+        / (1 + scores + head)
     )
     of_stages = lambda term: "stage" in term.axes and term.collective is not send_next
     if planned.layout.zero == 3:
@@ -117,6 +119,17 @@ def parts_of(row: Row, planned: plan.Plan) -> np.ndarray:
     )
 
 
+def last_products(row: Row, planned: plan.Plan) -> float:
+    """Seconds of the last product of each layer that is computed again: libraries run a layer again
+    whole, and XLA drops it."""
+    layout, chip = planned.layout, row.chip
+    if layout.remat != "block":
+        return 0.0
+    size = traffic.sizes(row.config, layout, row.batch)
+    operations = 8 * row.config.width**2 * size.tokens / layout.tensor
+    return size.layers * size.backward * operations / (chip.rate * chip.efficiency)
+
+
 def joined(terms: Sequence[traffic.Term]) -> tuple[traffic.Term, ...]:
     """The terms, those of ZeRO-3 with a layer's weights in one message, as in DeepSpeed and FSDP;
     ours sends each leaf alone."""
@@ -139,9 +152,11 @@ def passes_of(row: Row, planned: plan.Plan) -> float:
         scores = 5 * config.heads * config.context / config.width
         made = size.tokens * config.width * (34 - split + (split + scores) / t)
     elif row.unlike.kernel:
-        made = temporaries.everything(
+        made = residuals.everything(
             config, dataclasses.replace(layout, remat="attention", zero=0), row.batch
         )
+    elif row.chip.platform == "tpu":  # these runs wrote scores
+        made = residuals.everything(config, dataclasses.replace(layout, remat="none"), row.batch)
     else:
         return planned.seconds.passes
     times = size.layers * (size.forward + size.backward * (1 + recomputed(layout).passes))

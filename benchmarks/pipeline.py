@@ -24,7 +24,7 @@ from parallax import grads, mesh, pipeline, tensor
 from parallax.collectives import ring, send_next
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import temporaries
+from parallax.plan import residuals
 from parallax.schedule import (
     Schedule,
     gpipe,
@@ -217,7 +217,7 @@ def handed_bytes(task: Task, parts: int) -> int:
     """What the input's gradient of one part of the layers hands on to that of the weights, of one
     microbatch."""
     layout = Layout(microbatches=2)
-    layer = temporaries.handed(task.config, layout, layout.global_batch(task.sequences), short=4)
+    layer = residuals.handed(task.config, layout, layout.global_batch(task.sequences), short=4)
     return int(task.config.layers // parts * layer)
 
 

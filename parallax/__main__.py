@@ -48,16 +48,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for add in (add_plan, add_compile, add_checks):
         add(commands)
-    estimates = commands.add_parser("estimates", help="Recompute two published estimates.")
-    estimates.set_defaults(run=both_estimates)
     return top
-
-
-def both_estimates(_: argparse.Namespace) -> str:
-    """Return the two estimates."""
-    from parallax.plan import estimates
-
-    return f"{estimates.gpt3_on_64()}\n\n\n{estimates.gpt_300m_on_8()}"
 
 
 if __name__ == "__main__":

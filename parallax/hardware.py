@@ -1,24 +1,29 @@
-"""The one table of chips: what devices can do as their makers state it, or as it is measured on the live mesh.
+"""The one table of chips: what devices can do as their makers state it, or as it is measured on the
+live mesh.
 
     hardware.A100                                  # a record: numbers of one device
     hardware.measured(mesh)                        # the same record, of the devices of a mesh
 
-Figures are of one device (a TPU chip), in one direction of a link, in 10^9 bytes; a TPU's memory in 2^30. They were written
-down before the first estimate and are tuned to none. Sources:
+Figures are of one device (a TPU chip), in one direction of a link, in 10^9 bytes; a TPU's memory in
+2^30. They were written down before the first estimate and are tuned to none. Sources:
 
-* GPU: NVIDIA's data sheets of the SXM boards, dense rates; images.nvidia.com/content/technologies/volta/pdf/
-  volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/nvidia-ampere-architecture-whitepaper.pdf,
-  resources.nvidia.com/en-us-tensor-core. NVLink one way; between machines, the network of a DGX, for each of eight devices.
-  A hop: the base latencies of NCCL's model of rings (src/graph/tuning.cc): 3.4 and 14 us.
-* TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x; links one way and between slices from Austin et al., How to scale
-  your model (jax-ml.github.io/scaling-book), chapter 2, which also has 1 us a hop. A v4's share of the network between slices
-  is not stated: it is taken as a v5p's, a TPU7x's as a v6e's, and the latency of that network is taken as 10 us. Google's
-  pages state both directions of all links of a chip together: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e, which is 100
-  GB/s one way; the 90 of the book are taken for all three.
-* A TPU's clock turns its compiler's cycles into seconds: the rate of products over the operations of a cycle, 2 x 128 x 128 a
-  matrix unit, 4 units a core up to v5p. From v6e on it is not stated, and a v5p's 1.75 GHz is taken.
-* Shares: of the stated figures, large products reach 0.75; in the replay of a compiled program, passes over a GPU's memory
-  reach 0.9 and NVLink 0.8. These are assumptions. In a TPU's program products and passes are in the compiler's own cycles.
+* GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
+  volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
+  nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. NVLink one way;
+  between machines, the network of a DGX, for each of eight devices. A hop: the base latencies of
+  NCCL's model of rings (src/graph/tuning.cc): 3.4 and 14 us.
+* TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x; links one way and between slices from
+  Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2, which also has
+  1 us a hop. A v4's share of the network between slices is not stated: it is taken as a v5p's, a
+  TPU7x's as a v6e's, and the latency of that network is taken as 10 us. Google's pages state both
+  directions of all links of a chip together: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e, or
+  100 GB/s one way; the 90 of the book are taken for all three.
+* A TPU's clock turns its compiler's cycles into seconds: the rate of products over the operations
+  of a cycle, 2 x 128 x 128 a matrix unit, 4 units a core up to v5p. From v6e on it is not stated, and a
+  v5p's 1.75 GHz is taken.
+* Shares: of the stated figures, large products reach 0.75; in the replay of a compiled program,
+  passes over a GPU's memory reach 0.9 and NVLink 0.8. These are assumptions. In a TPU's program
+  products and passes are in the compiler's own cycles.
 """
 
 import dataclasses
@@ -50,7 +55,8 @@ class Hardware:
         platform: "tpu", "cuda" or "cpu", as XLA calls it.
         memory: bytes.
         rate: floating-point operations a second of matrix products, in 16 bits.
-        full_rate: the same where the model computes in its parameters' own type: with float32, as JAX computes it by default.
+        full_rate: the same where the model computes in its parameters' own type: with float32, as
+            JAX computes it by default.
         bandwidth: bytes a second from and to memory.
         domain: devices that the fast links join: a machine, a slice.
         fast: a hop over one of those links (TPU), or over all of a GPU's links to the switch.
@@ -58,9 +64,11 @@ class Hardware:
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
         clock: cycles a second; 0 where the compiler counts none.
-        fresh: seconds a byte of temporaries, where each step gets its memory anew from the system; 0 where it is kept.
+        fresh: seconds a byte of temporaries, where each step gets its memory anew from the system;
+            0 where it is kept.
         short: bytes of a number in `bfloat16` or `float16`: 4 where the compiler widens them.
-        torus: chips along each dim of the slice that the mesh takes, as (2, 4); () counts every hop as one link.
+        torus: chips along each dim of the slice that the mesh takes, as (2, 4); () counts every hop
+            as one link.
     """
 
     name: str
@@ -80,7 +88,8 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """A hop in a group whose first and last device are `span` apart: slow where it leaves the domain.
+        """A hop in a group whose first and last device are `span` apart: slow where it leaves the
+        domain.
 
         One over several `links` takes so many times as long, since its bytes use them all.
         """
@@ -91,16 +100,19 @@ class Hardware:
         )
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """The links that a hop along each axis takes in the mean, where `mesh.make` lays them: 1 where no torus is given.
+        """The links that a hop along each axis takes in the mean, where `mesh.make` lays them: 1
+        where no torus is given.
 
         Raises:
-            ValueError: the axes multiply to another number than the torus has chips, or cores of chips.
+            ValueError: the axes multiply to another number than the torus has chips, or cores of
+                chips.
         """
         cores, rest = divmod(math.prod(axes.values()), math.prod(self.torus))
         if rest or (self.torus and cores not in (1, 2)):
             raise ValueError(
-                f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} chips, and the layout "
-                f"{math.prod(axes.values())} devices. Use a layout of as many, or another torus."
+                f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
+                f"chips, and the layout {math.prod(axes.values())} devices. Use a layout of as "
+                "many, or another torus."
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
@@ -135,7 +147,8 @@ TPU_V5P = _tpu("TPU v5p", 95, 459, 2765, 8960, 90, 6.25, 1.75)
 TPU_V6E = _tpu("TPU v6e", 32, 918, 1640, 256, 90, 12.5, 1.75)
 TPU7X = _tpu("TPU7x", 192, 2307, 7380, 9216, 90, 12.5, 1.75)
 
-# A virtual CPU device: it has no rates of its own, so that a plan for it is about bytes alone. `measured` has rates.
+# A virtual CPU device: it has no rates of its own, so that a plan for it is about bytes alone.
+# `measured` has rates.
 VIRTUAL_CPU = Hardware(
     *("virtual CPU", "cpu", math.inf, 1e11, 1e11, 1e10, 1),
     *2 * (Link(1e-5, 1e-10),),
@@ -150,7 +163,8 @@ KNOWN = {
 
 
 def named(name: str) -> Hardware:
-    """The record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as `v5e:2x4`, whose links then count.
+    """The record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as `v5e:2x4`,
+    whose links then count.
 
     Raises:
         ValueError: it is not known.
@@ -160,7 +174,8 @@ def named(name: str) -> Hardware:
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(
-            f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or hardware.measured(mesh)."
+            f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "
+            "hardware.measured(mesh)."
         )
     return (
         dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))
@@ -172,10 +187,11 @@ def named(name: str) -> Hardware:
 def measured(
     mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5
 ) -> Hardware:
-    """The devices of `mesh`, all at work at once: their rate of products, their bandwidth, what new memory takes, and a hop.
+    """The devices of `mesh`, all at work at once: their rate of products, their bandwidth, what new
+    memory takes, and a hop.
 
-    Virtual CPU devices share the cores, so each has its share of the rates. Their memory is not known, and no limit here. Takes
-    some seconds.
+    Virtual CPU devices share the cores, so each has its share of the rates. Their memory is not
+    known, and no limit here. Takes some seconds.
 
     Args:
         mesh: the mesh; all processes must call this together.
@@ -219,7 +235,8 @@ def _rate(mesh: Mesh, size: int, dtype: Any, rounds: int, times: int = 8) -> flo
 
 
 def _memory(mesh: Mesh, size: int, rounds: int) -> tuple[float, float]:
-    """Bytes a second that each device reads and writes, all devices at work; and seconds a byte more where memory is new."""
+    """Bytes a second that each device reads and writes, all devices at work; and seconds a byte
+    more where memory is new."""
     nbytes = max(2**16, 64 * 4 * size**2)  # more than the C library keeps
     x = _blocks(mesh, (nbytes // 4,), 1.0, jnp.float32)
     into = _on_all(mesh, lambda x, _: x + 1, donate_argnums=1, keep_unused=True)

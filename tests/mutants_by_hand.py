@@ -1414,9 +1414,9 @@ TOLD = (
         "test_plan.py::test_closed_forms_are_those_of_the_tables",
     ),
     Mutant(
-        "_remats",
-        "enumerate(every)",
-        "enumerate([*every][::-1])",
+        "search",
+        "key=_seconds",
+        "key=id",
         "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked",
     ),
     Mutant(
@@ -1506,8 +1506,8 @@ TOLD = (
         "test_schedule.py::test_a_file_that_is_no_table_is_refused_in_a_sentence",
     ),
     Mutant(
-        "_peak",
-        " + arguments.batch_bytes(config, layout, batch)",
+        "Memory.arguments",
+        " + self.inputs",
         "",
         "test_plan.py::test_the_largest_batch_fits_and_one_more_does_not",
     ),
@@ -1526,8 +1526,8 @@ TOLD = (
     ),
     Mutant(
         "search",
-        "again >= least",
-        "again > least",
+        "alike not in fitting and planned.fits",
+        "planned.fits",
         "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked",
     ),
     Mutant(
@@ -1886,39 +1886,6 @@ COMPILED = (
         "left.element is None and sign > 0",
         "left.element is None",
         "test_targets.py::test_a_step_may_be_taken_away",
-    ),
-    Mutant(
-        "taken_apart", "(in_body - 1)", "0", "test_plan.py::test_what_a_body_takes_out_of_a_stack"
-    ),
-    Mutant(
-        "taken_apart",
-        "again.gathers and ",
-        "",
-        "test_plan.py::test_what_a_body_takes_out_of_a_stack",
-    ),
-    Mutant(
-        "temporary",
-        "layers // layers_in_body(layout) > 1",
-        "layers > 1",
-        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
-    ),
-    Mutant(
-        "temporary",
-        "block + c.slots * one if loop else max(block, one)",
-        "block + c.slots * one",
-        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
-    ),
-    Mutant(
-        "temporary",
-        "block + layers * full * copies if loop else max(block, full) + (layers - 1) * full",
-        "block + layers * full * copies",
-        "test_plan.py::test_without_a_loop_what_a_layer_keeps_goes_as_it_is_used",
-    ),
-    Mutant(
-        "temporary",
-        "counts.last == 1",
-        "counts.last >= 1",
-        "test_plan.py::test_the_last_tick_has_its_place_early_where_it_is_no_loop",
     ),
     Mutant(
         "compile",

@@ -26,7 +26,7 @@ from parallax.commands.options import HARDWARE, layout_of, model
         ),
         (
             "plan --model tiny --devices 4 --hardware v5e --batch 8 --top 3",
-            ("seconds  of peak", "4 x TPU v5e", "algorithms", "with the fastest"),
+            ("seconds  of peak", "4 x TPU v5e", "algorithms"),
         ),
         (
             "plan --model gpt3 --context 1024 --layout stage=8,tensor=8,microbatches=64 --batch 64",
@@ -43,7 +43,6 @@ from parallax.commands.options import HARDWARE, layout_of, model
                 "498 MB a round, 9.96 MB a step; as int8 2.57 MB a step",
             ),
         ),
-        ("estimates", ("GPT-3 175B, 64 A100s", "eight V100s of 32 GB")),
         (
             f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e "
             "--failures-per-device-year 0.2",
@@ -214,7 +213,6 @@ def refused(words):
     "command",
     [
         pytest.param("plan --model xl --devices 64 --hardware a100", marks=pytest.mark.long),
-        "estimates",
     ],
 )
 def test_the_page_on_planning_shows_what_it_prints(command, capsys):

@@ -156,12 +156,12 @@ def test_the_search_of_movers():
     wide = planned(
         gpt2.XL, Layout(data=2048, zero=1, precision="bfloat16"), hardware.A100, batch=2048
     )
-    better, found = algorithms.replanned(wide, networks.of(hardware.A100, 2048))
-    (data,) = found
+    better = algorithms.replanned(wide, networks.of(hardware.A100, 2048))
+    (data,) = better.algorithms
     assert data.axis == "data"
     assert data.algorithm != "ring"
     assert better.seconds.total < wide.seconds.total
-    assert data.algorithm in algorithms.table(found)
+    assert data.algorithm in algorithms.table(better.algorithms)
     with pytest.raises(ValueError, match="2048 devices; got one of 8"):
         algorithms.chosen(wide, networks.of(hardware.A100, 8))
     with pytest.raises(ValueError, match="tables of 8 devices"):

@@ -12,7 +12,7 @@ MODELS = {
     "medium": ("gpt2", "MEDIUM"),
     "large": ("gpt2", "LARGE"),
     "xl": ("gpt2", "XL"),
-    "gpt3": ("gpt2", ""),
+    "gpt3": ("gpt2", "GPT3"),
     "llama-tiny": ("llama", ""),
     "llama": ("llama", "SMALL"),
     "llama-1b": ("llama", "B1"),
@@ -110,13 +110,11 @@ def model(options: argparse.Namespace) -> Model:
         ValueError: a size is below 1.
     """
     from parallax.models import gpt2, llama
-    from parallax.plan import estimates
 
     family, constant = MODELS[options.model]
     module = {"gpt2": gpt2, "llama": llama}[family]
     without_constant = {
         "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
-        "gpt3": estimates.GPT3,
         "llama-tiny": llama.Config(
             layers=4, heads=4, groups=2, width=128, hidden=256, context=128, vocabulary=1000
         ),

@@ -46,7 +46,7 @@ def add_plan(commands: Any) -> None:
         help="the precision of a search: full, bfloat16 or float16",
     )
     option(
-        "--top", type=int, default=8, metavar="N", help="the number of layouts that a search prints"
+        "--top", type=int, default=5, metavar="N", help="the number of layouts that a search prints"
     )
     add_island_options(command)
     _add_failure_options(command)
@@ -114,7 +114,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """
     from parallax import validate
     from parallax.layout import Layout
-    from parallax.plan import algorithms, layouts, networks
+    from parallax.plan import algorithms, layouts
 
     if options.devices is None:
         raise ValueError(
@@ -137,14 +137,12 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
         chip,
         batch=options.batch,
         precision=options.precision,
+        count=options.top,
     )
-    best, algorithms_by_axis = algorithms.replanned(plans[0], networks.of(chip, options.devices))
-    text = f"{layouts.table(plans, options.top)}\n\n{plans[0]}"
-    if algorithms_by_axis:
-        text += (
-            f"\n\n{algorithms.table(algorithms_by_axis)}\nwith the fastest: "
-            f"{best.seconds.total:.4g} s a step, {best.share_of_peak:.1%} of peak"
-        )
+    best = layouts.simplest(plans)
+    text = f"{layouts.table(plans, options.top)}\n\n{best}"
+    if best.algorithms:
+        text += f"\n\n{algorithms.table(best.algorithms)}"
     return text + failures(options, options.devices)
 
 

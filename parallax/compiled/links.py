@@ -1,7 +1,9 @@
-"""The links of a machine, and which of them each message goes over: neighbours on a torus, ports of a switch, a network.
+"""The links of a machine, and which of them each message goes over: neighbours on a torus, ports of
+a switch, a network.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
-    machine.crossing({(0, 1): 4096})          # bytes over each link, and the most links that one message takes
+    # Bytes over each link, and the most links that one message takes.
+    machine.crossing({(0, 1): 4096})
 
 A link carries one message at a time; several that share it wait for one another.
 """
@@ -64,7 +66,8 @@ class Machine(NamedTuple):
         return links
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
-        """The seconds that each link is busy with these bytes, and the seconds that the longest path adds."""
+        """The seconds that each link is busy with these bytes, and the seconds that the longest
+        path adds."""
         busy: dict[Link, float] = {}
         longest = 0.0
         for (source, target), size in flows.items():
@@ -84,7 +87,8 @@ def torus(
     coordinates: Sequence[Sequence[int]],
     groups: Sequence[int] | None = None,
 ) -> Machine:
-    """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are cores of one chip."""
+    """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are
+    cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
@@ -104,7 +108,8 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
 
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
-    """The links that a hop of a ring along each of a mesh's axes takes, in the mean: 1 where all hops go to neighbours.
+    """The links that a hop of a ring along each of a mesh's axes takes, in the mean: 1 where all
+    hops go to neighbours.
 
     It is less where devices share a chip, and of a switch it is 2: a port out and a port in.
     """
@@ -117,10 +122,12 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """The bytes that a collective sends between devices, and how many rounds of messages one after another it takes.
+    """The bytes that a collective sends between devices, and how many rounds of messages one after
+    another it takes.
 
-    A permute is its pairs. What XLA's runtime does for the others is not in the text: rings are assumed, in both directions for
-    gathers, scatters and sums, and a message to each device for an all-to-all.
+    A permute is its pairs. What XLA's runtime does for the others is not in the text: rings are
+    assumed, in both directions for gathers, scatters and sums, and a message to each device for an
+    all-to-all.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups
@@ -148,7 +155,8 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
 
 
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
-    """Bytes that all devices together send in a program, by what joins sender and receiver: "link" or "network"."""
+    """Bytes that all devices together send in a program, by what joins sender and receiver: "link"
+    or "network"."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     found: Counter[str] = Counter()

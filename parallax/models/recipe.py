@@ -327,7 +327,9 @@ def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
 def platform_of(mesh: AnyMesh) -> str:
     """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one
     of CPUs."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
 
 
 def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:

@@ -1,5 +1,6 @@
-"""Memory, traffic and time of a step before it is compiled, and the best layout of all. Nothing here is imported until it is
-asked for, so that the constants of `parallax.hardware` bring no model with them.
+"""Memory, traffic and time of a step before it is compiled, and the best layout of all. Nothing
+here is imported until it is asked for, so that the constants of `parallax.hardware` bring no model
+with them.
 """
 
 from importlib import import_module
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
     from parallax.plan.decoders import traced
-    from parallax.plan.layouts import largest_batch, search
+    from parallax.plan.layouts import largest_batch, search, simplest
     from parallax.plan.planned import (
         ADAMW,
         Memory,
@@ -43,6 +44,7 @@ __all__ = [
     "plan",
     "quantity",
     "search",
+    "simplest",
     "stage_work",
     "table",
     "trace",
@@ -58,6 +60,7 @@ _FILES = {
     "largest_batch": "layouts",
     "quantity": "quantities",
     "search": "layouts",
+    "simplest": "layouts",
     "stage_work": "stages",
     "trace": "tracing",
     "traced": "decoders",

@@ -1,7 +1,9 @@
-"""Who should move the data along each axis of a planned layout, by the simulated network."""
+"""The fastest collective algorithm along each axis of a planned layout, by the simulated
+network."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallax.collectives import cost
@@ -11,7 +13,6 @@ from parallax.plan.planned import Plan
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 LAX_KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}  # `jax.lax`'s own names
-ORDER = ("tensor", "stage", "data")  # the fastest first, as `planned.span` numbers devices
 
 
 class Chosen(NamedTuple):
@@ -20,7 +21,8 @@ class Chosen(NamedTuple):
     Attributes:
         axis: its name.
         algorithm: as `parallax.collectives` names it.
-        seconds: of all messages along the axis in a step, by each algorithm that was tried, the fastest first.
+        seconds: of all messages along the axis in a step, by each algorithm that was tried, the
+            fastest first.
     """
 
     axis: str
@@ -36,7 +38,8 @@ def chosen(plan: Plan, network: Network) -> list[Chosen]:
     """
     if network.devices != plan.layout.devices:
         raise ValueError(
-            f"algorithms.chosen needs a network of the layout's {plan.layout.devices} devices; got one of {network.devices}."
+            f"algorithms.chosen needs a network of the layout's {plan.layout.devices} devices; got "
+            f"one of {network.devices}."
         )
     found = []
     for axis, size in plan.layout.axes.items():
@@ -45,24 +48,33 @@ def chosen(plan: Plan, network: Network) -> list[Chosen]:
         ]
         calls = [call for call in calls if call[0] in KINDS]
         if size > 1 and calls:
-            group = Group(
-                size, math.prod(plan.layout.axes[name] for name in ORDER[: ORDER.index(axis)])
-            )
+            names = list(plan.layout.axes)  # the last axis runs fastest
+            faster = names[names.index(axis) + 1 :]
+            group = Group(size, math.prod(plan.layout.axes[name] for name in faster))
             taken = networks.choose(calls, network, group)
             found.append(Chosen(axis, next(iter(taken)), taken))
     return found
 
 
-def replanned(plan: Plan, network: Network) -> tuple[Plan, list[Chosen]]:
-    """The plan with the fastest algorithms, and those: what other collectives take stays as it was."""
+def replanned(plan: Plan, network: Network) -> Plan:
+    """The plan with the fastest algorithm along each axis; what other collectives take stays as it
+    was."""
     best = chosen(plan, network)
-    others = [term for term in plan.traffic if not (_kind(term) in KINDS and len(term.axes) == 1)]
-    rest = math.fsum(planned.messages(others, plan.layout, plan.hardware).values())
-    messages = rest + math.fsum(each.seconds[each.algorithm] for each in best)
-    return dataclasses.replace(plan, seconds=plan.seconds._replace(messages=messages)), best
+    axes = {one.axis for one in best}
+    others = [
+        term
+        for term in plan.traffic
+        if not (_kind(term) in KINDS and {*term.axes} <= axes and len(term.axes) == 1)
+    ]
+    along = planned.messages(others, plan.layout, plan.hardware)
+    for one in best:
+        key = (one.axis,)
+        along[key] = along.get(key, 0.0) + one.seconds[one.algorithm]
+    seconds = plan.seconds._replace(messages=math.fsum(along.values()))
+    return dataclasses.replace(plan, seconds=seconds, along=along, algorithms=tuple(best))
 
 
-def table(found: list[Chosen]) -> str:
+def table(found: Sequence[Chosen]) -> str:
     """The algorithms, a line an axis."""
     lines = ["algorithms                seconds of messages, by algorithm"]
     for each in found:

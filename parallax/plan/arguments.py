@@ -1,6 +1,8 @@
-"""What a device holds of a GPT-2 and its optimizer under a layout: whole numbers, from the rules, with no device at hand.
+"""What a device holds of a GPT-2 and its optimizer under a layout: whole numbers, from the rules,
+with no device at hand.
 
-Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n replicas.
+Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n
+replicas.
 """
 
 import functools
@@ -22,7 +24,8 @@ class Leaf(NamedTuple):
     Attributes:
         path: its name, as `rules` spell it.
         elements: on a device, before the replicas split it.
-        share: on a device, where the replicas split it (ZeRO): 1/n of it, or all where no dim divides.
+        share: on a device, where the replicas split it (ZeRO): 1/n of it, or all where no dim
+            divides.
         axes: along which it is split, the replicas' left out.
     """
 
@@ -44,7 +47,8 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shapes(config: gpt2.Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks are given."""
+    """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks
+    are given."""
     model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
     for path, (layers, *dims) in shapes_by_path.items():
@@ -97,7 +101,8 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of `itemsize` bytes each."""
+    """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of
+    `itemsize` bytes each."""
     copies, rest = _state(optimizer, itemsize)
     return (
         copies
@@ -120,7 +125,8 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
-    """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number and the loss scale."""
+    """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number
+    and the loss scale."""
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

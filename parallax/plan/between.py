@@ -23,7 +23,8 @@ def terms(
     axis: AxisLike | ErrorFeedback | None = None,
     itemsize: int = 4,
 ) -> list[Term]:
-    """The collectives of a round of all of the model: an all-reduce of what a device has of each leaf.
+    """The collectives of a round of all of the model: an all-reduce of what a device has of each
+    leaf.
 
     Args:
         config: the model's sizes.
@@ -54,13 +55,15 @@ def told(config: gpt2.Config, layout: Layout, *, islands: int, every: int) -> st
     """The bytes between islands, a round and a step, in a line."""
     if islands < 1 or every < 1:
         raise ValueError(
-            f"Islands need --islands and --every of 1 or more; got --islands {islands} --every {every}."
+            f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "
+            f"{every}."
         )
     exact = sum(term.sent for term in terms(config, layout, islands=islands))
     int8 = sum(
         term.sent for term in terms(config, layout, islands=islands, axis=ErrorFeedback("island"))
     )
     return (
-        f"{islands} islands of {layout.devices} devices, a round every {every} steps: a device sends "
-        f"{quantity(exact, 'B')} a round, {quantity(exact / every, 'B')} a step; as int8 {quantity(int8 / every, 'B')} a step"
+        f"{islands} islands of {layout.devices} devices, a round every {every} steps: a device "
+        f"sends {quantity(exact, 'B')} a round, {quantity(exact / every, 'B')} a step; as int8 "
+        f"{quantity(int8 / every, 'B')} a step"
     )

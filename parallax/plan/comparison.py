@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 
 from parallax.compiled import certificate
-from parallax.plan.compilers import Number
 from parallax.plan.planned import Plan
+from parallax.plan.quantities import Number
 
 # Beside the program
 
@@ -37,7 +37,8 @@ class Comparison(NamedTuple):
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
-    """Each prediction beside `memory_analysis()` and the collectives in the compiled step of this layout.
+    """Each prediction beside `memory_analysis()` and the collectives in the compiled step of this
+    layout.
 
     Those of arguments and of bytes sent should be equal; the temporaries should be near.
     """
@@ -55,7 +56,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     pairs = {axes: (sent.get(axes, 0), along.get(axes, 0)) for axes in {**sent, **along}}
     return [
         Comparison("arguments", plan.memory.arguments, memory.argument_size_in_bytes),
-        Comparison("temporaries", plan.memory.temporary.peak, memory.temp_size_in_bytes),
+        Comparison("temporaries", plan.memory.temporaries, memory.temp_size_in_bytes),
         *(Comparison(f"sent along {' x '.join(axes)}", *pair) for axes, pair in pairs.items()),
     ]
 

@@ -1,18 +1,20 @@
-"""The trace of a decoder's train step under a layout, for families that have no closed formulas, such as Llama."""
+"""The trace of a decoder's train step under a layout, of any family."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractDevice
 
 from parallax import mesh
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Family
-from parallax.plan.planned import ADAMW
 from parallax.plan.tracing import Trace, trace
+
+ADAMW = optax.adamw(3e-4)
 
 
 def traced(
@@ -40,8 +42,17 @@ def traced(
         ValueError: as `decoder.train_step` does.
     """
     world = mesh.abstract(**layout.axes)
-    prepared = decoder.train_step(
-        family, config, optimizer, layout, world, batch=batch, key=jax.random.key(0), **options
-    )
+    if hardware.platform == "tpu":  # for the recipe, which has a kernel there
+        world = world.update(abstract_device=AbstractDevice(hardware.name, 1, hardware.platform))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
-    return trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware)
+    found: list[Trace] = []
+
+    def of_key(key) -> None:
+        prepared = decoder.train_step(
+            family, config, optimizer, layout, world, batch=batch, key=key, **options
+        )
+        found.append(trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware))
+
+    # A key without a device: where JAX has no backend at all, a plan needs none.
+    jax.eval_shape(of_key, jax.eval_shape(jax.random.key, 0))
+    return found[0]

@@ -1,21 +1,25 @@
-"""The best interval between checkpoints, and the share of time that faults take, from how often a device fails.
+"""The best interval between checkpoints, and the share of time that faults take, from how often a
+device fails.
 
     found = faults.plan(faults.mean_time(0.173, 16_384), save=60, restart=600)
     print(found)
 
-A run of useful work T is cut into intervals of tau seconds, each with a save of delta seconds at its end. Failures come at
-random, one in M seconds on the mean, and each costs the work since the last save and R seconds until the job runs again. Then the
-run takes M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
+A run of useful work T is cut into intervals of tau seconds, each with a save of delta seconds at
+its end. Failures come at random, one in M seconds on the mean, and each costs the work since the
+last save and R seconds until the job runs again. Then the run takes M e^(R/M) (e^((tau + delta)/M)
+- 1) T / tau seconds.
 
-Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A higher order estimate of the
-optimum checkpoint interval for restart dumps (2006), for the run's time and the interval.
+Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
+higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's
+time and the interval.
 """
 
 import math
 from typing import NamedTuple
 
 YEAR = 365.25 * 86_400  # seconds
-MOST = 100  # times between failures that a save or a restart may take: a run takes e^100 times its work by then
+# Times between failures that a save or a restart may take: a run takes e^100 times its work then.
+MOST = 100
 
 
 class Faults(NamedTuple):
@@ -58,8 +62,8 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
-            "plan.faults needs a rate of 0 or more failures in a device's year, and 1 device or more; got "
-            f"{failures_per_device_year} and {devices}."
+            "plan.faults needs a rate of 0 or more failures in a device's year, and 1 device or "
+            f"more; got {failures_per_device_year} and {devices}."
         )
     return YEAR / (failures_per_device_year * devices) if failures_per_device_year else math.inf
 
@@ -69,21 +73,24 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
 
     Args:
         between: seconds between failures, as `mean_time` gives.
-        save: seconds that a save holds the steps up: of one that runs beside the steps, what it costs them.
+        save: seconds that a save holds the steps up: of one that runs beside the steps, what it
+            costs them.
         restart: seconds from a failure to the next step: notice, start, restore, compile.
 
     Raises:
-        ValueError: a time that is not above 0, or a restart below 0; or failures come so fast that no run gets on.
+        ValueError: a time that is not above 0, or a restart below 0; or failures come so fast that
+            no run gets on.
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
-            "plan.faults needs seconds above 0 between failures and for a save, and 0 or more for a restart; got "
-            f"between={between}, save={save}, restart={restart}."
+            "plan.faults needs seconds above 0 between failures and for a save, and 0 or more for "
+            f"a restart; got between={between}, save={save}, restart={restart}."
         )
     if max(save, restart) > MOST * between:
         raise ValueError(
-            f"plan.faults: a failure comes in every {between:.3g} s on the mean, a save takes {save:g} s and a restart "
-            f"{restart:g} s, so no run gets on. Check the rate of failures."
+            f"plan.faults: a failure comes in every {between:.3g} s on the mean, a save takes "
+            f"{save:g} s and a restart {restart:g} s, so no run gets on. Check the rate of "
+            "failures."
         )
     if math.isinf(between):
         return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
@@ -109,7 +116,8 @@ def young(between: float, save: float) -> float:
 
 
 def daly(between: float, save: float) -> float:
-    """Daly's interval: Young's with two terms more, less the save; `between` where a save takes twice that."""
+    """Daly's interval: Young's with two terms more, less the save; `between` where a save takes
+    twice that."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -128,10 +136,10 @@ def table(found: Faults) -> str:
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (
-        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every {_spelt(found.interval)} loses least "
-        f"(Young: {_spelt(found.young)})\n"
-        f"lost: {found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, steps done again "
-        f"{found.repeated:.1%})"
+        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every "
+        f"{_spelt(found.interval)} loses least (Young: {_spelt(found.young)})\nlost: "
+        f"{found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, "
+        f"steps done again {found.repeated:.1%})"
     )
 
 

@@ -11,7 +11,8 @@ from parallax.plan.primitives import nbytes
 
 
 class Message(NamedTuple):
-    """A collective of a program, as `Counter` keys: its kind, axes, bytes of its result, and the caller's line."""
+    """A collective of a program, as `Counter` keys: its kind, axes, bytes of its result, and the
+    caller's line."""
 
     kind: str
     axes: tuple[str, ...]

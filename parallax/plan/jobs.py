@@ -1,9 +1,11 @@
-"""How often a device runs each part of a pipeline's step, and how many slots it needs: closed forms, or folds over the table.
+"""How often a device runs each part of a pipeline's step, and how many slots it needs: closed
+forms, or folds over the table.
 
-Where all stages run the same lanes in a tick, closed forms count the ticks in which anything runs, idle stages included. Where
-each stage has a job of its own, the rest is read from the table.
+Where all stages run the same lanes in a tick, closed forms count the ticks in which anything runs,
+idle stages included. Where each stage has a job of its own, the rest is read from the table.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, I the input's gradient, W the weights' gradient.
+Legend: P stages, M microbatches, v chunks a stage, F forward, I the input's gradient, W the
+weights' gradient.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """How often a device runs in a step the parts of a pipeline, or of microbatches one after another.
+    """How often a device runs in a step the parts of a pipeline, or of microbatches one after
+    another.
 
     Attributes:
         forward: ticks with a forward pass.
@@ -70,7 +73,8 @@ def jobs(layout: Layout) -> Jobs:
         slots = min(M * v + 1, v * P + P - 1)  # 2P - 1 in one chunk, whatever M is
     if layout.schedule == "zero_bubble_lockstep":  # the last stage's weights lag P - 1 ticks behind
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
-    # XLA unrolls a loop of one tick, and drops the send of the last tick. It embeds a lone microbatch once.
+    # XLA unrolls a loop of one tick, and drops the send of the last tick. It embeds a lone
+    # microbatch once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
@@ -81,7 +85,8 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """The ticks that take the time of F, of I and of W, where each stage has a job of its own and all wait for the dearest."""
+    """The ticks that take the time of F, of I and of W, where each stage has a job of its own and
+    all wait for the dearest."""
     return table_of(layout).timed_ticks(*costs)
 
 

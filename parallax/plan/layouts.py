@@ -1,11 +1,14 @@
-"""Which split? Every layout of a number of devices that fits the model, the batch and the memory, ranked by its predicted time.
+"""The layouts of a number of devices that fit the model, the batch and the memory, the fastest
+first.
 
-for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
-    print(planned.seconds.total, planned.layout)
+    for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
+        print(planned.seconds.total, planned.layout)
+
+The closed forms rank all layouts, each with the fastest algorithm along each of its axes. The step
+of the first few is traced, and its memory decides whether they fit.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,14 +17,14 @@ import optax
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import arguments, compilers, temporaries
-from parallax.plan.compilers import Number
-from parallax.plan.planned import ADAMW, Plan, counts, known, plan
-from parallax.plan.quantities import quantity
+from parallax.plan import algorithms, arguments, networks, residuals
+from parallax.plan.planned import ADAMW, Plan, counts, has_kernel, known, plan
+from parallax.plan.quantities import Number, quantity
 from parallax.validate import CHOICES, divisors
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
 CHUNKS = (1, 2, 3, 4)
+GROUPS = (8, 16, 32, 64)  # replicas among which ZeRO splits, where there are more
 
 
 def search(
@@ -34,26 +37,32 @@ def search(
     optimizer: optax.GradientTransformation = ADAMW,
     sequences: Sequence[int] = SEQUENCES,
     schedules: Sequence[str] = ("one_f_one_b_lockstep",),
+    count: int = 5,
 ) -> list[Plan]:
-    """The plans of all layouts of exactly `devices` that fit, the fastest first.
+    """The fastest layouts of exactly `devices` that fit, at most `count`, the fastest first.
 
-    Of layouts that differ in ZeRO's stage and remat alone, one is left out if another that fits splits no more and computes no
-    more again. Where tensor parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as many
-    microbatches as the batch has, of `sequences`. Schedules with gradients of weights apart compute nothing again.
+    Each has the fastest algorithm along each of its axes (`algorithms.replanned`). Of layouts that
+    differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
+    parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as
+    many microbatches as the batch has, of `sequences`. Schedules with gradients of weights apart
+    compute nothing again. ZeRO splits among all replicas, or in groups of them (HSDP).
 
     Args:
         config: the model's sizes.
-        devices: how many there are.
+        devices: the number of devices.
         hardware: one of them.
         batch: sequences in the global batch.
         precision: that of `Layout`.
         optimizer: one that acts element by element.
         sequences: of a microbatch on a device, to choose from.
         schedules: of pipelines, to choose from: words of `Layout`.
+        count: the most layouts to return. Each, and each that does not fit, takes a second or more:
+            its step is traced.
 
     Raises:
-        ValueError: no layout takes so many devices, or none of those fits, and the message says which comes nearest; or a
-            number below 1, or a precision or a schedule that is not known.
+        ValueError: no layout takes so many devices, or none of those fits, and the message says
+            which comes nearest; or a number below 1, or a precision or a schedule that is not
+            known.
     """
     known(config)
     Layout(precision=precision)  # refuses one that is not known
@@ -61,25 +70,69 @@ def search(
         Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
         raise ValueError(
-            f"search needs 1 device and a batch of 1 or more; got devices={devices} and batch={batch}."
+            f"search needs 1 device and a batch of 1 or more; got devices={devices} and "
+            f"batch={batch}."
         )
-    nearest: Layout | None = None
-    found = []
-    for family in _families(config, devices, batch, precision, sequences, schedules):
-        least = math.inf  # what is computed again by the fitting layouts that split less
-        for layouts in family:
-            for again, layout in layouts:
-                if again >= least:
-                    break
-                if _peak(config, layout, hardware, batch, optimizer) <= hardware.memory:
-                    least = again
-                    found.append(layout)
-                    break
-                nearest = layout
-    if not found:
-        raise ValueError(_nothing(config, devices, hardware, batch, optimizer, nearest))
-    made = [plan(config, layout, hardware, batch=batch, optimizer=optimizer) for layout in found]
-    return sorted(made, key=lambda made: made.seconds.total)
+    candidates = list(_layouts(config, devices, batch, precision, sequences, schedules))
+    if not candidates:
+        raise ValueError(
+            f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} "
+            f"sequences over exactly {devices} devices, and there is none. Use a batch that "
+            f"{devices} divides, or another number of devices."
+        )
+    bytes_of = {
+        layout: _at_least(config, layout, hardware, batch, optimizer) for layout in candidates
+    }
+    possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
+    network = networks.of(hardware, devices)
+    ranked = sorted(
+        (
+            algorithms.replanned(
+                plan(config, layout, hardware, batch=batch, optimizer=optimizer), network
+            )
+            for layout in possible
+        ),
+        key=_seconds,
+    )
+    fitting: dict[Any, Plan] = {}
+    for planned in ranked:
+        if len(fitting) == count:
+            break
+        alike = frozenset((vars(planned.layout) | {"zero": None, "remat": None}).items())
+        if alike not in fitting and planned.fits:
+            fitting[alike] = planned
+    if not fitting:
+        nearest = min(candidates, key=bytes_of.__getitem__)
+        needed = plan(config, nearest, hardware, batch=batch, optimizer=optimizer).memory.peak
+        raise ValueError(
+            f"search: no layout of {devices} devices fits: they have "
+            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps least, needs "
+            f"{quantity(needed, 'B')}. Use more devices, or a smaller batch."
+        )
+    return list(fitting.values())
+
+
+def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
+    """The plan to take: of those whose time is near the shortest, the one that splits layers and
+    matrices over fewest devices.
+
+    A plan's time is not known to a twentieth, and what splits less has fewer messages that work
+    must wait for.
+
+    Args:
+        plans: the fastest first, as `search` returns them.
+        within: the share of the shortest time that counts as near.
+    """
+    near = [one for one in plans if one.seconds.total <= (1 + within) * plans[0].seconds.total]
+    return min(near, key=_devices_of_a_replica)
+
+
+def _devices_of_a_replica(planned: Plan) -> int:
+    return planned.layout.stage * planned.layout.tensor
+
+
+def _seconds(planned: Plan) -> float:
+    return planned.seconds.total
 
 
 def largest_batch(
@@ -89,9 +142,16 @@ def largest_batch(
     *,
     optimizer: optax.GradientTransformation = ADAMW,
 ) -> int:
-    """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none does."""
+    """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none
+    does."""
     part = layout.global_batch(1)
-    fits = lambda count: _peak(config, layout, hardware, count * part, optimizer) <= hardware.memory
+
+    def fits(count: int) -> bool:
+        batch = count * part
+        if _at_least(config, layout, hardware, batch, optimizer) > hardware.memory:
+            return False
+        return plan(config, layout, hardware, batch=batch, optimizer=optimizer).fits
+
     if not fits(1):
         return 0
     least, most = 1, 2
@@ -108,89 +168,76 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
     for planned in found[:count]:
         lines.append(
-            f"{planned.seconds.total:>9.4g} {planned.share_of_peak:>8.1%} {quantity(planned.memory.peak, 'B'):>9} "
-            f"{planned.bubble:>7.1%}  {str(planned.layout) or 'one device'}"
+            f"{planned.seconds.total:>9.4g} {planned.share_of_peak:>8.1%} "
+            f"{quantity(planned.memory.peak, 'B'):>9} {planned.bubble:>7.1%}  "
+            f"{str(planned.layout) or 'one device'}"
         )
     return "\n".join(lines)
 
 
-def _families(
-    config, devices, batch, precision, sequences, schedules
-) -> Iterator[list[list[tuple[int, Layout]]]]:
-    """Layouts that divide the model and the batch; those of a family differ in ZeRO's stage, a list each, and in remat alone.
+def _layouts(config, devices, batch, precision, sequences, schedules) -> Iterator[Layout]:
+    """The layouts that divide the model and the batch and that the plan counts."""
+    for sizes in _sizes(config, devices, batch, sequences):
+        # Where tokens are not split, what goes between stages can be.
+        by_stages = sizes["stage"] > 1
+        splits = (False, True) if by_stages and sizes["tensor"] > 1 else (False,)
+        if sizes["sequence"]:
+            splits = (False,)
+        orders = schedules if by_stages else ("one_f_one_b_lockstep",)
+        words = itertools.product(splits, orders, CHOICES["zero"], CHOICES["remat"])
+        for split_sends, schedule, zero, remat in words:
+            fields = sizes | {
+                "split_sends": split_sends,
+                "schedule": schedule,
+                "zero": zero,
+                "remat": remat,
+                "precision": precision,
+            }
+            if Layout.admits(**fields) and counts(Layout(**fields)):
+                yield Layout(**fields)
 
-    They come from less to more that is split and computed again; with each, the place of its remat in this order.
-    """
+
+def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
+    """The sizes of the axes, with microbatches and chunks, that divide the model and the batch."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
+        replicas, left = divmod(devices, tensor * stage)
         if (
-            devices % (tensor * stage)
+            left
             or config.rows % (tensor * stage)
             or (4 * config.width) % tensor
+            or batch % replicas
         ):
             continue
-        data = devices // (tensor * stage)
-        if batch % data:
-            continue
-        by_tokens = tensor > 1 and config.context % tensor == 0
-        for b, chunks in itertools.product(sequences, CHUNKS if stage > 1 else (1,)):
-            if (batch // data) % b or config.layers % (stage * chunks):
+        chunks_to_try = CHUNKS if stage > 1 else (1,)
+        for data, b, chunks in itertools.product(
+            _groups(replicas, stage), sequences, chunks_to_try
+        ):
+            microbatches, left = divmod(batch // replicas, b)
+            if left or config.layers % (stage * chunks) or (stage > 1 and microbatches == 1):
                 continue
-            microbatches = batch // data // b
-            if (chunks > 1 and microbatches % stage) or (stage > 1 and microbatches == 1):
-                continue
-            sizes = {
+            yield {
+                "replica": replicas // data,
                 "data": data,
                 "stage": stage,
                 "tensor": tensor,
                 "microbatches": microbatches,
                 "chunks": chunks,
+                "sequence": tensor > 1 and config.context % tensor == 0,
             }
-            # Where tokens are not split, what goes between stages can be.
-            splits = (False, True) if stage > 1 and tensor > 1 and not by_tokens else (False,)
-            orders = schedules if stage > 1 else ("one_f_one_b_lockstep",)
-            for split_sends, schedule in itertools.product(splits, orders):
-                fields = sizes | {
-                    "sequence": by_tokens,
-                    "split_sends": split_sends,
-                    "precision": precision,
-                    "schedule": schedule,
-                }
-                yield [_remats(**fields, zero=zero) for zero in CHOICES["zero"]]
 
 
-def _remats(**fields: Any) -> list[tuple[int, Layout]]:
-    """The layouts of these fields by remat, each with its place among all of them."""
-    every = (fields | {"remat": remat} for remat in CHOICES["remat"])
-    admitted = [
-        (place, Layout(**each)) for place, each in enumerate(every) if Layout.admits(**each)
-    ]
-    return [(place, layout) for place, layout in admitted if counts(layout)]
+def _groups(replicas: int, stage: int) -> list[int]:
+    """The replicas among which ZeRO may split: all, or with no pipeline those of a group."""
+    groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
+    return [replicas] if stage > 1 else [replicas, *groups]
 
 
-def _peak(config, layout, hardware, batch, optimizer) -> Number:
-    state = arguments.parameter_bytes(config, layout) + arguments.optimizer_bytes(
-        config, layout, optimizer
-    )
-    if state > hardware.memory:
-        return state
-    temporary = temporaries.temporary(
-        config,
-        layout,
-        batch,
-        compiler=compilers.of(hardware.name, hardware.platform),
-        short=hardware.short,
-    )
-    return state + arguments.batch_bytes(config, layout, batch) + temporary.peak
-
-
-def _nothing(config, devices, hardware, batch, optimizer, nearest: Layout | None) -> str:
-    if nearest is None:
-        return (
-            f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} sequences over exactly "
-            f"{devices} devices, and there is none. Take a batch that {devices} divides, or another number of devices."
-        )
-    peak = quantity(_peak(config, nearest, hardware, batch, optimizer), "B")
+def _at_least(config, layout, hardware, batch, optimizer) -> Number:
+    """Bytes that a device needs at least: its arguments and what layers keep."""
+    kernel = has_kernel(config, layout, hardware)
     return (
-        f"search: no layout of {devices} devices fits: they have {quantity(hardware.memory, 'B')} each, and the last of "
-        f"those tried, {nearest}, needs {peak}. Take more devices, or a smaller batch."
+        arguments.parameter_bytes(config, layout)
+        + arguments.optimizer_bytes(config, layout, optimizer)
+        + arguments.batch_bytes(config, layout, batch)
+        + residuals.at_least(config, layout, batch, hardware.short, kernel=kernel)
     )

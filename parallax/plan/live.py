@@ -1,8 +1,10 @@
-"""Which buffers live when in a traced program, as a compiler that fuses elementwise operations lays them out.
+"""Which buffers live when in a traced program, as a compiler that fuses elementwise operations lays
+them out.
 
-A frame is a program or the body of a loop: a list of operations, each with the buffers that it reads and writes. A buffer lives
-from the operation that writes it to the last that reads it. An operation that reads an operand element by element for the last
-time writes its result in that operand's place; so does an update of a part.
+A frame is a program or the body of a loop: a list of operations, each with the buffers that it
+reads and writes. A buffer lives from the operation that writes it to the last that reads it. An
+operation that reads an operand element by element for the last time writes its result in that
+operand's place; so does an update of a part.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,8 @@ class Buffer:
         fixed: bool = False,
         carry: bool = False,
     ):
-        """`fixed`: it is an argument, a result or a constant, no temporary; `carry`: a loop's carry, in its start's place."""
+        """`fixed`: it is an argument, a result or a constant, no temporary; `carry`: a loop's
+        carry, in its start's place."""
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         self.into: Buffer = self
 
@@ -64,7 +67,8 @@ class Operation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The temporaries of a frame at its fullest moment: their bytes, each of them, and where in the frame that is."""
+    """The temporaries of a frame at its fullest moment: their bytes, each of them, and where in the
+    frame that is."""
 
     bytes: int
     held: tuple[tuple[int, Buffer], ...]
@@ -76,6 +80,8 @@ def peak(
     results: Sequence[Buffer],
     given: Sequence[Buffer] = (),
     carried: Sequence[tuple[Buffer, Buffer]] = (),
+    *,
+    early: bool = False,
 ) -> Peak:
     """The fullest moment of a frame.
 
@@ -84,6 +90,7 @@ def peak(
         results: buffers that live to the end.
         given: buffers of the frame around that this one may write over: a loop's carries.
         carried: of a loop, each carry's buffer at the end of a trip and at its beginning.
+        early: whether a loop's stacks have their place before the loops that run before it.
     """
     end = len(operations)
     last: dict[Buffer, int] = {}
@@ -97,7 +104,8 @@ def peak(
     born: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
         for made in operation.writes:
-            born[made], until[made] = k, last[made]
+            born[made] = 0 if early and operation.inner else k
+            until[made] = last[made]
         for made, under in operation.over:
             place = under.place
             if (

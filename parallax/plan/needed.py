@@ -1,4 +1,5 @@
-"""Which equations of a traced program count: those that its results need, without what a compiler computes once only."""
+"""Which equations of a traced program count: those that its results need, without what a compiler
+computes once only."""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,8 @@ from parallax import jaxprs
 
 
 class Needed:
-    """Which operands and equations the results of a jaxpr need; each jaxpr is read once for each set of results."""
+    """Which operands and equations the results of a jaxpr need; each jaxpr is read once for each
+    set of results."""
 
     def __init__(self):
         self.known: dict[
@@ -19,7 +21,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """The operands that count, and for each equation which of its results do; None for one that does not count."""
+        """The operands that count, and for each equation which of its results do; None for one that
+        does not count."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -58,7 +61,8 @@ class Needed:
         return [True] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Which results of a scan's body count: those that are read outside, and the carries that another trip needs."""
+        """Which results of a scan's body count: those that are read outside, and the carries that
+        another trip needs."""
         constants, carries = jaxprs.scan_parts(eqn)
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:

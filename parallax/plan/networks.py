@@ -1,10 +1,12 @@
-"""What a collective takes on a network of many devices: simulated from its table, with the links that messages share.
+"""What a collective takes on a network of many devices: simulated from its table, with the links
+that messages share.
 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once, and the round ends when the last has come: the latency of the furthest, and
-the time of the link that has most to carry. `tests/test_networks.py` has the same message by message.
+In a round every device sends its messages at once, and the round ends when the last has come: the
+latency of the furthest, and the time of the link that has most to carry. `tests/test_networks.py`
+has the same message by message.
 """
 
 import functools
@@ -19,10 +21,13 @@ from parallax.collectives.cost import Link, Round
 from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route, Tables
 from parallax.hardware import Hardware
+from parallax.torus import FLAT
+from parallax.validate import divisors
 
 
 class Group(NamedTuple):
-    """The devices of a mesh axis: `size` of them, each `stride` after the one before, as all groups of the mesh beside it are.
+    """The devices of a mesh axis: `size` of them, each `stride` after the one before, as all groups
+    of the mesh beside it are.
 
     Attributes:
         size: devices along the axis.
@@ -43,7 +48,8 @@ class Network(Protocol):
         ...
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Seconds until all have come: of each message, the device to which each device sends, and its bytes."""
+        """Seconds until all have come: of each message, the device to which each device sends, and
+        its bytes."""
         ...
 
 
@@ -53,7 +59,8 @@ class Level(NamedTuple):
     Attributes:
         devices: of a group, which this level joins.
         link: of each device, one way, to others of its group.
-        shared: the oversubscription: how much more the devices of a smaller group may send than the links that leave it carry.
+        shared: the oversubscription: how much more the devices of a smaller group may send than the
+            links that leave it carry.
     """
 
     devices: int
@@ -106,7 +113,8 @@ class Nested(NamedTuple):
 
 
 class Torus(NamedTuple):
-    """A box of devices, each linked to its two neighbours along every dim, the last to the first too.
+    """A box of devices, each linked to its two neighbours along every dim, the last to the first
+    too.
 
     Attributes:
         shape: devices along each dim; the last runs fastest.
@@ -150,19 +158,32 @@ class Torus(NamedTuple):
         return self.link.alpha * hops + self.link.beta * float(carried.max(initial=0.0))
 
 
-def of(hardware: Hardware, devices: int) -> Nested:
-    """The network of so many devices: the chip's domains, joined by a network without oversubscription."""
+def of(hardware: Hardware, devices: int) -> "Nested | Torus":
+    """The network of so many devices: a torus of TPUs, or the chip's domains, joined by a network
+    without oversubscription."""
     domain = min(hardware.domain, devices)
+    if hardware.platform == "tpu" and devices <= domain:
+        shape = hardware.torus or _box(devices, 2 if hardware.name in FLAT else 3)
+        return Torus(shape, hardware.fast)
     levels = [Level(domain, hardware.fast)] + (
         [Level(devices, hardware.slow)] if devices > domain else []
     )
     return Nested(tuple(levels))
 
 
+def _box(devices: int, dims: int) -> tuple[int, ...]:
+    """A box of so many chips whose sides are as equal as they can be."""
+    if dims == 1:
+        return (devices,)
+    side = min(divisors(devices), key=lambda size: abs(math.log(size) - math.log(devices) / dims))
+    return tuple(sorted((side, *_box(devices // side, dims - 1))))
+
+
 def seconds(
     tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce"
 ) -> float:
-    """The seconds of a collective by these tables, of an array of `nbytes` on each device, all groups of the mesh at once.
+    """The seconds of a collective by these tables, of an array of `nbytes` on each device, all
+    groups of the mesh at once.
 
     Args:
         tables: of `group.size` devices, as `ring.table(8)`.
@@ -172,13 +193,14 @@ def seconds(
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
     Raises:
-        ValueError: the tables are of another number of devices, or the groups do not fill the network.
+        ValueError: the tables are of another number of devices, or the groups do not fill the
+            network.
     """
     routes = tables if isinstance(tables, tuple) else (tables,)
     if routes[0].n != group.size or network.devices % (group.size * group.stride):
         raise ValueError(
-            f"networks.seconds needs tables of {group.size} devices and groups that fill {network.devices}; got tables of "
-            f"{routes[0].n} and a stride of {group.stride}."
+            f"networks.seconds needs tables of {group.size} devices and groups that fill "
+            f"{network.devices}; got tables of {routes[0].n} and a stride of {group.stride}."
         )
     block = (
         -(-nbytes // len(routes))
@@ -210,7 +232,8 @@ def _round(route: Route, each: Round, network: Network, group: Group) -> float:
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """For each of all devices the one that is `step` further on in its own group, which is a box of this shape."""
+    """For each of all devices the one that is `step` further on in its own group, which is a box of
+    this shape."""
     here = np.arange(devices)
     place = here // group.stride % group.size
     at = np.unravel_index(place, tuple(shape))
@@ -238,7 +261,8 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """The seconds of some collectives along one axis by each algorithm that fits it, the fastest first.
+    """The seconds of some collectives along one axis by each algorithm that fits it, the fastest
+    first.
 
     Args:
         times: of each collective its kind, the bytes that it takes, and how often it runs.
@@ -247,10 +271,25 @@ def choose(
     """
     found = {}
     for name, _ in makers(group.size):
-        tables = _tables(name, group.size)
-        assert tables is not None
-        taken = {
-            call[:2]: seconds(tables, call[1], network, group, kind=call[0]) for call in set(times)
-        }
-        found[name] = math.fsum(count * taken[kind, nbytes] for kind, nbytes, count in times)
+        prices = {kind: price(name, kind, network, group) for kind, _, _ in times}
+        found[name] = math.fsum(
+            count * (prices[kind].alpha + prices[kind].beta * nbytes)
+            for kind, nbytes, count in times
+        )
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def price(name: str, kind: str, network: Network, group: Group) -> Link:
+    """The seconds of a collective by an algorithm of `makers`, and those of each byte that it
+    takes.
+
+    A round takes its latency and its bytes, so two simulations tell all sizes: a search asks for
+    thousands.
+    """
+    tables = _tables(name, group.size)
+    assert tables is not None
+    routes = len(tables) if isinstance(tables, tuple) else 1
+    small = group.size * routes * 2**10  # whole blocks, so that no byte is rounded up
+    once, twice = (seconds(tables, size, network, group, kind=kind) for size in (small, 2 * small))
+    return Link(2 * once - twice, (twice - once) / small)

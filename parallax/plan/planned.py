@@ -1,42 +1,51 @@
-"""What a GPT-2 train step will need and take under a layout, before it runs, on any number of devices, none of them at hand.
+"""What a GPT-2 train step will need and take under a layout, before it runs, on any number of
+devices, none of them at hand.
 
     print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
     print(plan.compared(plan.compare(planned, compiled)))
 
-The bytes of state and of traffic are exact: the tests hold them against compiled programs. The memory of activations comes from
-what JAX keeps of a layer and from a compiler's constants (`temporaries`). The time adds up what products, passes over memory
-and messages take, one after another: overlap makes it less.
+The bytes of state and of traffic are exact: the tests hold them against compiled programs. The
+memory of activations comes from the trace of the step (`tracing`). The time adds up what products,
+passes over memory and messages take, one after another: overlap makes it less.
 
-Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor devices, b sequences of a
-microbatch.
+Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor
+devices, b sequences of a microbatch.
 
-Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et al. (arXiv 2205.05198).
+Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
+al. (arXiv 2205.05198).
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from parallax.collectives import AxisLike, cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import gpt2
-from parallax.plan import compilers, temporaries, traffic
+from parallax.models import gpt2, recipe
+from parallax.plan import decoders, residuals, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
-from parallax.plan.compilers import Number
+from parallax.plan.decoders import ADAMW
 from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
-from parallax.plan.quantities import quantity
+from parallax.plan.live import Held
+from parallax.plan.quantities import Number, quantity
 from parallax.plan.recomputed import recomputed
-from parallax.plan.temporaries import FLOAT, Temporary
+from parallax.plan.residuals import FLOAT
 from parallax.plan.traffic import Sizes, Term
 
-ADAMW = optax.adamw(3e-4)
-PASSES = 4  # over what a layer keeps, in its forward or its backward pass, each counted once: written, read, and twice in between
-UPDATE_PASSES = 10  # over a parameter's float32 numbers: AdamW reads 4 and writes 3, and a skipped step chooses between 3
+LARGEST = 4  # temporaries that a plan names
+# Over what a layer keeps, in its forward or its backward pass, each counted once: written, read,
+# and twice in between.
+PASSES = 4
+# Over a parameter's float32 numbers: AdamW reads 4 and writes 3, and a skipped step chooses
+# between 3.
+UPDATE_PASSES = 10
 
 
 class Memory(NamedTuple):
@@ -46,13 +55,15 @@ class Memory(NamedTuple):
         parameters: of the model, as shares where the replicas split it.
         optimizer: of its state.
         inputs: token windows, the step's number, the loss scale.
-        temporary: what the step needs beside these.
+        temporaries: of all else at the fullest moment, by the trace.
+        held: what the temporaries are, the largest first.
     """
 
     parameters: int
     optimizer: int
     inputs: int
-    temporary: Temporary
+    temporaries: int
+    held: tuple[Held, ...] = ()
 
     @property
     def arguments(self) -> int:
@@ -60,39 +71,40 @@ class Memory(NamedTuple):
         return self.parameters + self.optimizer + self.inputs
 
     @property
-    def peak(self) -> Number:
+    def peak(self) -> int:
         """Bytes at the fullest moment of a step."""
-        return self.arguments + self.temporary.peak
+        return self.arguments + self.temporaries
 
     @property
-    def at_peak(self) -> dict[str, Number]:
-        """The bytes by kind when a step needs most memory: in the backward pass, the loss or the update. It adds up to `peak`."""
-        needs = self.temporary
-        moments = [
-            {
-                "activations": needs.kept,
-                "a layer's backward": needs.block,
-                "gradients": needs.gradients,
-            },
-            {"activations": needs.kept, "loss": needs.loss},
-            {"update": needs.update},
-        ]
-        fullest = max(moments, key=lambda moment: sum(moment.values()))
-        held = {
+    def at_peak(self) -> dict[str, int]:
+        """The bytes by kind at the fullest moment, which add up to `peak`. Of the temporaries the
+        four largest are named."""
+        named: dict[str, int] = {}
+        others = self.temporaries
+        for buffer in self.held[:LARGEST]:
+            file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
+            kind = f"{buffer.what}, {file}"
+            size = min(buffer.bytes, others)  # some of them may live on the chip
+            named[kind] = named.get(kind, 0) + size
+            others -= size
+        kinds = {
             "parameters": self.parameters,
             "optimizer state": self.optimizer,
             "batch": self.inputs,
-            **fullest,
+            **named,
+            "other temporaries": others,
         }
-        return {kind: size for kind, size in (held | {"gathered": needs.gathered}).items() if size}
+        return {kind: size for kind, size in kinds.items() if size}
 
 
 class Work(NamedTuple):
     """Floating-point operations.
 
     Attributes:
-        model: of the whole step, as papers count them: 6 for each parameter in a product and 12 L D T for attention, a token.
-        device: that one device does, with what is computed again, and on garbage where a stage has no job.
+        model: of the whole step, as papers count them: 6 for each parameter in a product and 12 L D
+            T for attention, a token.
+        device: that one device does, with what is computed again, and on garbage where a stage has
+            no job.
     """
 
     model: Number
@@ -131,22 +143,35 @@ class Plan:
         layout: which devices share what.
         hardware: one of the devices.
         batch: sequences in the global batch.
-        memory: bytes on a device.
         work: floating-point operations of a step.
         traffic: the collectives of a step.
         seconds: of a step.
+        along: those of its messages, by axes.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
+        optimizer: one that acts element by element.
+        axes: the collective algorithms, as in `Compute`.
+        algorithms: the fastest along each axis (`algorithms.Chosen`), where they were chosen.
     """
 
     config: gpt2.Config
     layout: Layout
     hardware: Hardware
     batch: int
-    memory: Memory
     work: Work
     traffic: tuple[Term, ...]
     seconds: Seconds
+    along: Mapping[tuple[str, ...], Number]
     bubble: float
+    optimizer: optax.GradientTransformation
+    axes: Mapping[str, AxisLike] | None = None
+    algorithms: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """Bytes on a device. The step is traced for them, which takes some seconds, once."""
+        return memory(
+            self.config, self.layout, self.hardware, self.batch, self.optimizer, axes=self.axes
+        )
 
     @property
     def fits(self) -> bool:
@@ -155,7 +180,8 @@ class Plan:
 
     @property
     def share_of_peak(self) -> Number:
-        """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs utilisation."""
+        """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs
+        utilisation."""
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
@@ -186,46 +212,58 @@ def plan(
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: who moves data along which axis, as in `Compute`: algorithms that `cost` has a formula for.
+        axes: the collective algorithms, as in `Compute`: those that `cost` has a formula for.
 
     Raises:
-        ValueError: the layout does not fit the model or the batch; the message proposes the nearest that does.
+        ValueError: the layout does not fit the model or the batch; the message proposes the nearest
+            that does.
     """
     check(config, layout, batch)
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     takes = waited(config, layout, batch, hardware)
     awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
+    along = messages(awaited, layout, hardware)
     work = Work(model_flops(config, batch), device_flops(config, layout, batch))
-    held = memory(config, layout, hardware, batch, optimizer)
-    return Plan(
+    made = Plan(
         config=config,
         layout=layout,
         hardware=hardware,
         batch=batch,
-        memory=held,
         work=work,
         traffic=tuple(terms),
         seconds=Seconds(
             products=_flops(config, layout, takes)
             / (_rate(hardware, layout) * hardware.efficiency),
             passes=_passes(config, layout, batch, hardware, takes) / hardware.bandwidth,
-            messages=sum(messages(awaited, layout, hardware).values()),
+            messages=sum(along.values()),
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
-            fresh=hardware.fresh * held.temporary.peak,
         ),
+        along=along,
         bubble=1
         - 3
         * layout.microbatches
         * layout.chunks
         / (takes.forward + takes.backward + takes.weights),
+        optimizer=optimizer,
+        axes=axes,
     )
+    if not hardware.fresh:
+        return made
+    fresh = hardware.fresh * made.memory.temporaries
+    return dataclasses.replace(made, seconds=made.seconds._replace(fresh=fresh))
+
+
+def has_kernel(config: gpt2.Config, layout: Layout, hardware: Hardware) -> bool:
+    """Whether attention runs in a kernel that keeps no scores, as the recipe does on TPUs."""
+    whole_blocks = config.context % 128 == 0
+    return hardware.platform == "tpu" and layout.context == 1 and whole_blocks
 
 
 def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Sizes:
     """The sizes of a step with the calls whose time it takes.
 
-    Where each stage has its own job in a tick, all wait for the dearest: a fold over the table, with the seconds of the products
-    and of the passes over memory of F, I and W.
+    Where each stage has its own job in a tick, all wait for the dearest: a fold over the table,
+    with the seconds of the products and of the passes over memory of F, I and W.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -246,30 +284,34 @@ def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) 
 
 
 def known(config: Any) -> None:
-    """Refuse with a `ValueError` the sizes of another model than a GPT-2: the formulas here are of its layers."""
+    """Refuse with a `ValueError` the sizes of another model than a GPT-2: the formulas here are of
+    its layers."""
     if not isinstance(config, gpt2.Config):
         kind = type(config)
         raise ValueError(
-            f"plan knows the memory and the work of a GPT-2 alone, by its gpt2.Config; got a {kind.__qualname__} of "
-            f"{kind.__module__}. For another decoder take plan.traced(family, config, layout, hardware, batch=...), and for "
-            "any step plan.trace."
+            "plan knows the memory and the work of a GPT-2 alone, by its gpt2.Config; got a "
+            f"{kind.__qualname__} of {kind.__module__}. For another decoder take "
+            "plan.traced(family, config, layout, hardware, batch=...), and for any step "
+            "plan.trace."
         )
 
 
 def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
-    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of devices; or `known` does."""
+    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of
+    devices; or `known` does."""
     known(config)
     layout.check(config.sizes | {"batch": batch, "devices": devices})
     if not counts(layout):
         raise ValueError(
-            f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which its schedule is there to "
-            "shorten, and what then waits for the weights' gradients is not counted. Take remat=none without ZeRO-3, or another "
-            "schedule."
+            f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which "
+            "its schedule is there to shorten, and what then waits for the weights' gradients is "
+            "not counted. Take remat=none without ZeRO-3, or another schedule."
         )
 
 
 def counts(layout: Layout) -> bool:
-    """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must compute nothing again."""
+    """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must
+    compute nothing again."""
     again = recomputed(layout)
     return not jobs(layout).deferred or not (again.passes or again.gathers)
 
@@ -280,25 +322,32 @@ def memory(
     hardware: Hardware,
     batch: int,
     optimizer: optax.GradientTransformation = ADAMW,
+    *,
+    axes: Mapping[str, AxisLike] | None = None,
 ) -> Memory:
-    """The bytes on each device; arguments are those of `plan`."""
+    """The bytes on each device, of which the trace of the step tells the temporaries; arguments are
+    those of `plan`."""
     known(config)
+    # The plan is of float32 parameters, whatever types the caller's JAX promotes to.
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
+        found = decoders.traced(
+            *(gpt2.FAMILY, config, layout, hardware),
+            batch=batch,
+            optimizer=optimizer,
+            compute=recipe.Compute(axes=axes or {}),
+        )
     return Memory(
         parameters=parameter_bytes(config, layout),
         optimizer=optimizer_bytes(config, layout, optimizer),
         inputs=batch_bytes(config, layout, batch),
-        temporary=temporaries.temporary(
-            config,
-            layout,
-            batch,
-            compiler=compilers.of(hardware.name, hardware.platform),
-            short=hardware.short,
-        ),
+        temporaries=found.temporaries,
+        held=tuple(found.at_peak),
     )
 
 
 def model_flops(config: gpt2.Config, batch: int) -> Number:
-    """Floating-point operations of a whole step of `batch` sequences, B: 72 B L T D^2 (1 + T / 6D + V / 12LD).
+    """Floating-point operations of a whole step of `batch` sequences, B: 72 B L T D^2 (1 + T / 6D +
+    V / 12LD).
 
     They are 6 for each weight that multiplies a token, and 12 L D T for attention.
     """
@@ -310,7 +359,8 @@ def model_flops(config: gpt2.Config, batch: int) -> Number:
 def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     """Floating-point operations of one device in a step, `batch` sequences in all.
 
-    Each lane counts in all ticks in which it runs on the device, on garbage too, and what is computed again counts again.
+    Each lane counts in all ticks in which it runs on the device, on garbage too, and what is
+    computed again counts again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
@@ -325,7 +375,7 @@ def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
     )  # a layer's forward pass
     forward = weights + scores
     recompute = recomputed(layout)
-    again = recompute.matmuls * weights + recompute.scores * scores
+    again = recompute.products(size.layers) * weights + recompute.scores * scores
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
@@ -334,7 +384,8 @@ def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
 def messages(
     terms: Sequence[Term], layout: Layout, hardware: Hardware
 ) -> dict[tuple[str, ...], Number]:
-    """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind arithmetic."""
+    """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind
+    arithmetic."""
     found: dict[tuple[str, ...], Number] = {}
     links = hardware.hops(layout.axes)
     for term in terms:
@@ -346,7 +397,8 @@ def messages(
 
 
 def span(layout: Layout, axes: Sequence[str]) -> int:
-    """How far apart the devices of a group along `axes` are numbered, both ends counted; the last axis runs fastest."""
+    """How far apart the devices of a group along `axes` are numbered, both ends counted; the last
+    axis runs fastest."""
     sizes = layout.axes
     strides = dict(
         zip(
@@ -365,23 +417,24 @@ def _rate(hardware: Hardware, layout: Layout) -> Number:
 def _passes(
     config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes
 ) -> Number:
-    """Bytes between products and memory: what a layer makes, forward, backward, and where it is made again."""
+    """Bytes between products and memory: what a layer makes, forward, backward, and where it is
+    made again."""
     # What is computed again, attention's scores among it, is made whatever is kept.
-    kept = temporaries.everything(
-        config, dataclasses.replace(layout, remat="none"), batch, hardware.short
-    )
+    everything_kept = dataclasses.replace(layout, remat="none")
+    kernel = has_kernel(config, layout, hardware)
+    kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
     if again.whole_stage or not layout.pipelined:
         return passes
     slots = (
         2
-        * temporaries.layer(config, layout, batch, hardware.short)
+        * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
         * size.layers
         * (size.forward + size.backward)
     )
     if jobs(layout).deferred:
-        handed = temporaries.handed(config, layout, batch, hardware.short)
+        handed = residuals.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
     return passes + slots  # into the slots, and out of them
 
@@ -393,41 +446,47 @@ def _updated(config: gpt2.Config, layout: Layout) -> int:
 # As text
 
 
+def _of_memory(memory: Memory) -> list[str]:
+    """A line for each sum, and under the temporaries the largest of them."""
+    sums = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer,
+        "batch": memory.inputs,
+        "temporaries": memory.temporaries,
+    }
+    lines = [f"  {name:<20} {quantity(size, 'B'):>9}" for name, size in sums.items()]
+    for kind, size in memory.at_peak.items():
+        if kind not in (*sums, "other temporaries"):
+            lines.append(f"    {quantity(size, 'B'):>9}  {kind}")
+    return [*lines, f"  {'peak':<20} {quantity(memory.peak, 'B'):>9}"]
+
+
 def table(plan: Plan) -> str:
     """The plan, a line for each number."""
-    layout, memory, temporary = plan.layout, plan.memory, plan.memory.temporary
-    of_memory = [
-        ("parameters", memory.parameters),
-        ("optimizer", memory.optimizer),
-        ("batch", memory.inputs),
-        ("activations kept", temporary.kept),
-        ("one layer's backward", temporary.block),
-        ("gradients", temporary.gradients),
-        ("gathered, 16 bits", temporary.gathered),
-        ("loss", temporary.loss),
-        ("update", temporary.update),
-        ("peak", memory.peak),
-    ]
-    taken = messages(plan.traffic, layout, plan.hardware)
+    layout = plan.layout
     lines = [
-        f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: {str(layout) or 'one device'}",
-        f"batch {plan.batch} x {plan.config.context} tokens, {layout.sequences(plan.batch)} sequences in a device's microbatch",
+        f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: "
+        f"{str(layout) or 'one device'}",
+        f"batch {plan.batch} x {plan.config.context} tokens, {layout.sequences(plan.batch)} "
+        "sequences in a device's microbatch",
         "",
         "on each device             bytes",
-        *(f"  {name:<20} {quantity(size, 'B'):>9}" for name, size in of_memory),
-        f"  of                   {quantity(plan.hardware.memory, 'B'):>9}  {'fits' if plan.fits else 'does not fit'}",
+        *_of_memory(plan.memory),
+        f"  of                   {quantity(plan.hardware.memory, 'B'):>9}  "
+        f"{'fits' if plan.fits else 'does not fit'}",
         "",
         "sent along                 bytes    seconds",
         *(
-            f"  {' x '.join(axes) or 'no axis':<20} {quantity(size, 'B'):>9}  {taken.get(axes, 0.0):>9.3g}"
+            f"  {' x '.join(axes) or 'no axis':<20} {quantity(size, 'B'):>9}  "
+            f"{plan.along.get(axes, 0.0):>9.3g}"
             for axes, size in plan.sent.items()
             if axes
         ),
         "",
-        f"{quantity(plan.work.model, 'FLOP')} of the model, {quantity(plan.work.device, 'FLOP')} on each device; "
-        f"bubble {plan.bubble:.1%}",
-        f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory {plan.seconds.passes:.3g}, "
-        f"messages {plan.seconds.messages:.3g}, update {plan.seconds.update + plan.seconds.fresh:.3g}; "
-        f"{plan.share_of_peak:.1%} of peak",
+        f"{quantity(plan.work.model, 'FLOP')} of the model, {quantity(plan.work.device, 'FLOP')} "
+        f"on each device; bubble {plan.bubble:.1%}",
+        f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory "
+        f"{plan.seconds.passes:.3g}, messages {plan.seconds.messages:.3g}, update "
+        f"{plan.seconds.update + plan.seconds.fresh:.3g}; {plan.share_of_peak:.1%} of peak",
     ]
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""What an equation of a traced program does on a device: arithmetic, messages, and whether it needs memory of its own."""
+"""What an equation of a traced program does on a device: arithmetic, messages, and whether it needs
+memory of its own."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +8,8 @@ from jax.extend.core import JaxprEqn
 
 from parallax import jaxprs
 
-# Read where they lie, in another shape or order, or not all of them: they need no memory of their own.
+# Read where they lie, in another shape or order, or not all of them: they need no memory of their
+# own.
 SAME = {
     "reshape",
     "squeeze",
@@ -58,7 +60,13 @@ def nbytes(aval) -> int:
 
 
 def operations(eqn: JaxprEqn) -> int:
-    """Floating-point operations of a product: 2 for each pair of numbers that are multiplied and added."""
+    """Floating-point operations of a product: 2 for each pair of numbers that are multiplied and
+    added.
+
+    A kernel (Pallas) states its own.
+    """
+    if eqn.primitive.name == "pallas_call":
+        return int(eqn.params["cost_estimate"].flops)
     left, right = jaxprs.types(eqn.invars[:2])
     out = math.prod(jaxprs.types(eqn.outvars)[0].shape)
     if eqn.primitive.name == "dot_general":
@@ -69,7 +77,10 @@ def operations(eqn: JaxprEqn) -> int:
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Whether it multiplies matrices. Compilers take a product of vectors for a multiplication and a sum."""
+    """Whether it multiplies matrices. Compilers take a product of vectors for a multiplication and
+    a sum."""
+    if eqn.primitive.name == "pallas_call":
+        return eqn.params["cost_estimate"] is not None
     if eqn.primitive.name != "dot_general":
         return eqn.primitive.name in PRODUCTS
     (over, _), (batched, _) = eqn.params["dimension_numbers"]
@@ -82,7 +93,8 @@ def only_multiplies(eqn: JaxprEqn) -> bool:
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of more than one device along which a collective moves something, in the mesh's order."""
+    """The axes of more than one device along which a collective moves something, in the mesh's
+    order."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)
     return tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)

@@ -2,8 +2,10 @@
 
 import math
 
+Number = float | int
 
-def quantity(number: float | int, unit: str) -> str:
+
+def quantity(number: Number, unit: str) -> str:
     """A number to three digits with the prefix that suits it."""
     if math.isinf(number):
         return f"no limit ({unit})"

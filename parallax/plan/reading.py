@@ -1,7 +1,8 @@
-"""One walk through a traced program: arithmetic, bytes moved, messages, and the operations that `live` lays out in memory.
+"""One walk through a traced program: arithmetic, bytes moved, messages, and the operations that
+`live` lays out in memory.
 
-Elementwise results are fused (`fused.Value`) until a product, a message or a loop needs them as an array; a costly one that
-several read is held from the start.
+Elementwise results are fused (`fused.Value`) until a product, a message or a loop needs them as an
+array; a costly one that several read is held from the start.
 """
 
 from collections import Counter
@@ -22,8 +23,8 @@ from parallax.plan.primitives import nbytes
 class Reading:
     """One walk: what it has counted, and where it stands."""
 
-    def __init__(self, platform: str):
-        self.platform = platform
+    def __init__(self, platform: str, habits: copies.Backend):
+        self.platform, self.habits = platform, habits
         self.products: Counter[str] = Counter()
         self.lines: Counter[str] = Counter()
         self.read, self.written = 0, 0
@@ -54,7 +55,8 @@ class Reading:
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """The buffer of a value, from now on; None for one that is made of literals alone and is small."""
+        """The buffer of a value, from now on; None for one that is made of literals alone and is
+        small."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -78,7 +80,8 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """The k-th result of an equation, in a buffer of its own or in that of one of `over`, of which `part` bytes change."""
+        """The k-th result of an equation, in a buffer of its own or in that of one of `over`, of
+        which `part` bytes change."""
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
         bases = {base: size for value in reads for base, size in value.root.reads.items()}
@@ -154,7 +157,8 @@ class Reading:
     def _once(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """The results of an equation; those of one that was met before, of the same operands, are the same."""
+        """The results of an equation; those of one that was met before, of the same operands, are
+        the same."""
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
@@ -263,7 +267,8 @@ class Reading:
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """An array of which a part is written anew, where it lies if nobody else needs what was there."""
+        """An array of which a part is written anew, where it lies if nobody else needs what was
+        there."""
         self.hold(operands[0])
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
@@ -373,7 +378,8 @@ class Reading:
     def _loop(
         self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int
     ) -> list[Value]:
-        """A loop: each carry has a buffer, and the buffers of its stacked results are there before it begins."""
+        """A loop: each carry has a buffer, and the buffers of its stacked results are there before
+        it begins."""
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):
@@ -410,11 +416,27 @@ class Reading:
         ]
         given = [start for _, start in pairs]
         peak = live.peak(operations, [end for end, _ in pairs], given, pairs)
-        twice = copies.beside(eqn, stacked, self.platform)
-        self.emit(Operation(tuple(reads), (*stacked, *twice), (), peak.bytes, peak.held))
+        twice = copies.beside(eqn, stacked, self.habits)
+        cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
+        innermost = not any(operation.inner for operation in operations)
+        # Loops around this one have a share of the memory on the chip.
+        near = self.habits.near // len(self.frames) if innermost else 0
+        inner = max(0, peak.bytes - near) + sum(size for size, _ in cut)
+        self.emit(Operation(tuple(reads), (*stacked, *twice), (), inner, (*peak.held, *cut)))
         return carried + [
             Value(var.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for var, buffer in zip(eqn.outvars[len(starts) :], stacked, strict=True)
+        ]
+
+    def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
+        """The copies of a backward loop's slices where its body has several layers."""
+        if not eqn.params.get("reverse", False):
+            return []
+        count = self.habits.slices * (eqn.params.get("unroll", 1) - 1)
+        return [
+            (count * value.bytes, Buffer(value.bytes, self.at or eqn, what="slice of a stack"))
+            for value, needed in zip(sliced, wanted, strict=True)
+            if needed and count
         ]
 
     @staticmethod
@@ -422,7 +444,8 @@ class Reading:
         return zip(starts, body.invars[len(constants) :], counts, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, counts: bool) -> Value:
-        """A loop's carry, which begins as `value`, in whose place it is if nobody else reads that."""
+        """A loop's carry, which begins as `value`, in whose place it is if nobody else reads
+        that."""
         if not counts:
             return Value(aval, {})
         root = value.root

@@ -1,4 +1,5 @@
-"""The parts of a layer that its backward pass keeps, and those that it computes or gathers again, under a layout's `remat`."""
+"""The parts of a layer that its backward pass keeps, and those that it computes or gathers again,
+under a layout's `remat`."""
 
 from typing import Literal, NamedTuple
 
@@ -30,6 +31,14 @@ class Recomputed(NamedTuple):
     passes: float
     whole_stage: bool
 
+    def products(self, layers: int) -> float:
+        """The share of the matmuls with weights that it makes again, in a stage of so many layers.
+
+        The last of them, a third of a layer's, is not needed: it makes what the next layer or stage
+        has.
+        """
+        return self.matmuls * (1 - 1 / (3 * (layers if self.whole_stage else 1)))
+
 
 def recomputed(layout: Layout) -> Recomputed:
     """What a layout's `remat` computes again."""
@@ -53,5 +62,6 @@ def recomputed(layout: Layout) -> Recomputed:
 
 
 def layers_in_body(layout: Layout) -> int:
-    """Layers in the body of the loop over layers: two where the gathers of one overlap the other."""
+    """Layers in the body of the loop over layers: two where the gathers of one overlap the
+    other."""
     return 2 if layout.zero == 3 else 1

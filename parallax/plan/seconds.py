@@ -1,4 +1,5 @@
-"""The time of a traced step: what its products, its memory and its messages take, and which of them bounds it."""
+"""The time of a traced step: what its products, its memory and its messages take, and which of them
+bounds it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ class Seconds(NamedTuple):
         products: matrix products, at the share of the rate that large ones reach.
         passes: memory read and written.
         messages: between devices, by axes, one after another.
-        share: of the devices' peak rate: operations of products over the time of everything, one thing after another.
+        share: of the devices' peak rate: operations of products over the time of everything, one
+            thing after another.
     """
 
     products: float
@@ -64,13 +66,15 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """How far apart the devices of a group are numbered, both ends counted; the last axis of the mesh runs fastest."""
+    """How far apart the devices of a group are numbered, both ends counted; the last axis of the
+    mesh runs fastest."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
 
 
-# Of `jax.lax`'s own collectives, which have no table: those of halving, which has the fewest rounds of equal bytes.
+# Of `jax.lax`'s own collectives, which have no table: those of halving, which has the fewest rounds
+# of equal bytes.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,

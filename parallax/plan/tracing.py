@@ -1,10 +1,12 @@
-"""What any step needs and does, read from its traced program: nothing is compiled, and the devices need not exist.
+"""What any step needs and does, read from its traced program: nothing is compiled, and the devices
+need not exist.
 
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
-The program is walked once. Operations of products and bytes of messages are those of the compiled program. Memory is that of a
-compiler which fuses elementwise operations and writes over what is read for the last time: `live` says how.
+The program is walked once. Operations of products and bytes of messages are those of the compiled
+program. Memory is that of a compiler which fuses elementwise operations and writes over what is
+read for the last time: `live` says how.
 """
 
 from collections import Counter
@@ -84,14 +86,18 @@ def trace(
     hardware: Hardware | None = None,
     platform: str = "",
 ) -> Trace:
-    """What `step(*shapes)` needs and does on each device of `mesh`. It is traced, and neither compiled nor run.
+    """What `step(*shapes)` needs and does on each device of `mesh`. It is traced, and neither
+    compiled nor run.
 
     Args:
-        step: any function under `mesh.spmd`, jitted or not; what `jax.jit` donates counts as donated.
-        shapes: its arguments; `jax.ShapeDtypeStruct`s will do for arrays. One that `mesh.spmd` splits counts as its block.
+        step: any function under `mesh.spmd`, jitted or not; what `jax.jit` donates counts as
+            donated.
+        shapes: its arguments; `jax.ShapeDtypeStruct`s will do for arrays. One that `mesh.spmd`
+            splits counts as its block.
         mesh: that of the step: its devices need not exist.
         hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
-        platform: whose branch of `lax.platform_dependent` counts: "cpu", "tpu", "cuda"; by default the one for all others.
+        platform: whose branch of `lax.platform_dependent` counts: "cpu", "tpu", "cuda"; by default
+            that of the hardware, or the one for all others.
 
     Raises:
         ValueError: the step is not mapped over `mesh`.
@@ -102,7 +108,9 @@ def trace(
     closed = eqx.filter_make_jaxpr(step)(*plain)[0]
     jaxpr = jaxprs.opened(closed)
     _check(jaxpr, dict(mesh.shape))
-    reading = Reading(platform or "other")
+    platform = platform or (hardware.platform if hardware is not None else "other")
+    habits = copies.backend(platform, hardware.name if hardware is not None else "")
+    reading = Reading(platform, habits)
     arguments = [_argument(var) for var in jaxpr.invars]
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
@@ -114,7 +122,7 @@ def trace(
     ]
     own = {var: buffer for var, buffer in kept if buffer is not None}
     pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
-    copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], platform)
+    copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], habits)
     reading.emit(Operation((), copied))
     buffers = [reading.hold(value) for value in results]
     reading.emit(Operation(copied))
@@ -122,7 +130,7 @@ def trace(
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
         buffer.fixed = True
-    peak = live.peak(reading.frames[0].operations, outputs)
+    peak = live.peak(reading.frames[0].operations, outputs, early=habits.early)
     found = Trace(
         mesh=dict(mesh.shape),
         operations=dict(reading.products),
@@ -172,7 +180,8 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Each result with the donated argument in whose place it is, the first of its size; and the results that have none."""
+    """Each result with the donated argument in whose place it is, the first of its size; and the
+    results that have none."""
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
         places.setdefault(buffer.bytes, []).append(buffer)
@@ -189,14 +198,16 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
-            "plan.trace needs a step that runs under mesh.spmd, since that says what each device has; this one has no map. "
-            "Wrap it: mesh.spmd(step, mesh=mesh, in_specs=..., out_specs=...)."
+            "plan.trace needs a step that runs under mesh.spmd, since that says what each device "
+            "has; this one has no map. Wrap it: mesh.spmd(step, mesh=mesh, in_specs=..., "
+            "out_specs=...)."
         )
     for eqn in maps:
         over = dict(eqn.params["mesh"].shape)
         if over != sizes:
             raise ValueError(
-                f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass that one."
+                f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass "
+                "that one."
             )
 
 
@@ -269,7 +280,8 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
         )
     largest = sorted(kinds.items(), key=lambda item: -item[1][0])
     return [
-        f"  {' x '.join(axes):<20} {quantity(total, 'B'):>9} {times:>9,}  {quantity(most, 'B')} {kind}, {_short(line)}"
+        f"  {' x '.join(axes):<20} {quantity(total, 'B'):>9} {times:>9,}  {quantity(most, 'B')} "
+        f"{kind}, {_short(line)}"
         for (axes, kind, line), (total, times, most) in largest[:rows]
     ]
 

@@ -1,11 +1,14 @@
-"""What a GPT-2 train step sends, collective by collective: the closed forms, which the compiled program's bytes equal.
+"""What a GPT-2 train step sends, collective by collective: the closed forms, which the compiled
+program's bytes equal.
 
-Legend: b sequences of a microbatch, T tokens (of a device, where a context axis splits them), D width, A = b T D numbers (an
-activation), L layers, P stages, M microbatches, t tensor devices, n replicas. A ring's all-reduce of S bytes over n devices sends
-2 (n - 1)/n S, a reduce-scatter half of it, and an all-gather to S bytes as much.
+Legend: b sequences of a microbatch, T tokens (of a device, where a context axis splits them), D
+width, A = b T D numbers (an activation), L layers, P stages, M microbatches, t tensor devices, n
+replicas. A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S, a reduce-scatter half
+of it, and an all-gather to S bytes as much.
 
-Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2; Rajbhandari et al.
-(arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for the vocabulary over the stages.
+Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
+section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
+the vocabulary over the stages.
 """
 
 import itertools
@@ -34,7 +37,8 @@ LAX: Mapping[
     lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
 }
 IDLE = {"mlp.down.bias"}  # of a layer, what its backward pass never needs
-# And what it needs no more where everything is kept: what was added is, and so are norms' weights, in another shape.
+# And what it needs no more where everything is kept: what was added is, and so are norms' weights,
+# in another shape.
 ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)} | {f"{part}.weight" for part in NORMS}
 
 
@@ -61,7 +65,8 @@ class Term(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """Of one call. What `jax.lax` moves counts as its result, and takes the time of halving; `lax.pmax` that of one hop."""
+        """Of one call. What `jax.lax` moves counts as its result, and takes the time of halving;
+        `lax.pmax` that of one hop."""
         if self.collective is lax.pmax:
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
@@ -91,7 +96,8 @@ class Sizes(NamedTuple):
         leaves: calls of the embedding's transpose.
         hops: activations sent to the next stage, and cotangents to the one before.
         last: ticks in a row, alike, that end the step.
-        weights: calls of a stage for the gradients of its weights: `backward`, or fewer where they have a lane of their own.
+        weights: calls of a stage for the gradients of its weights: `backward`, or fewer where they
+            have a lane of their own.
     """
 
     sequences: int
@@ -110,7 +116,8 @@ class Sizes(NamedTuple):
 def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
     """How often what runs.
 
-    Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all ticks in which it runs anywhere.
+    Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all
+    ticks in which it runs anywhere.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -138,14 +145,16 @@ def terms(
     itemsize: int = 4,
     size: Sizes | None = None,
 ) -> list[Term]:
-    """All collectives of a step of `decoder.train_step`, those of several calls of one kind in one term.
+    """All collectives of a step of `decoder.train_step`, those of several calls of one kind in one
+    term.
 
     Args:
         config: the model's sizes.
         layout: which devices share what.
         batch: sequences in the global batch.
         axes: who moves data along which axis, as in `Compute`.
-        short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU backend sends 4).
+        short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU
+            backend sends 4).
         itemsize: bytes of a parameter, and of a number that is computed in full precision.
         size: with these calls; by default `sizes`, those of the step.
     """
@@ -200,7 +209,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """The axes that each call works along: neighbours that one algorithm moves together, one call after the other."""
+        """The axes that each call works along: neighbours that one algorithm moves together, one
+        call after the other."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -232,10 +242,12 @@ class _Step:
             nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:
-        """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed again."""
+        """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed
+        again."""
         size, again, stage = self.size, self.again, int(self.again.whole_stage)
         both = 2 * size.layers * (size.forward + size.backward)
-        # A stage that runs again runs its forward pass as it stands; of a single layer, the last sum is not needed.
+        # A stage that runs again runs its forward pass as it stands; of a single layer, the last
+        # sum is not needed.
         gathers = both + size.backward * (size.layers * again.gathers + stage * 2 * size.layers)
         sums = both + size.backward * (
             size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1))
@@ -251,14 +263,16 @@ class _Step:
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Keys and values, which go round the ring in each pass, and their gradients, which follow them in float32 or wider."""
+        """Keys and values, which go round the ring in each pass, and their gradients, which follow
+        them in float32 or wider."""
         size, n = self.size, self.layout.context
         keys = (
             size.tokens * self.config.width // self.layout.tensor
         )  # numbers on a device; of values as many, sent beside them
         again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # A forward pass that runs again has its first message in common with the backward pass; all, where no loop is left.
+        # A forward pass that runs again has its first message in common with the backward pass;
+        # all, where no loop is left.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
@@ -284,7 +298,8 @@ class _Step:
         yield from self.all_reduce("sums of logits", both, 2 * part * self.wide, calls, self.wide)
 
     def between_stages(self) -> Iterator[Term]:
-        """The pipeline's hops, what enters the first stage and leaves the last, and the gradients that all stages share."""
+        """The pipeline's hops, what enters the first stage and leaves the last, and the gradients
+        that all stages share."""
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
@@ -306,7 +321,8 @@ class _Step:
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
-        """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered all but a share already."""
+        """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered
+        all but a share already."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
@@ -346,7 +362,8 @@ class _Step:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
-        """How often ZeRO-3 gathers a leaf of the layers: once forward, and again backward where the backward pass needs it."""
+        """How often ZeRO-3 gathers a leaf of the layers: once forward, and again backward where the
+        backward pass needs it."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         again = size.backward * (name not in unread)
@@ -355,10 +372,11 @@ class _Step:
         return size.forward + again + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: arguments.Leaf) -> int:
-        """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each tick of a lane that makes them.
+        """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each
+        tick of a lane that makes them.
 
-        A lane that does not make them scatters zeros: a ring's, which XLA sends once for all that look alike; those of
-        `lax.psum_scatter` it drops.
+        A lane that does not make them scatters zeros: a ring's, which XLA sends once for all that
+        look alike; those of `lax.psum_scatter` it drops.
         """
         size = self.size
         if not self.layout.pipelined:
@@ -376,7 +394,8 @@ class _Step:
         return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
-        """One sum of squares for each set of axes that split some gradients; whether the update is finite, over all of them.
+        """One sum of squares for each set of axes that split some gradients; whether the update is
+        finite, over all of them.
 
         Both go along the axes in the order of the alphabet, in which a type lists them.
         """

@@ -1,4 +1,5 @@
-"""A step in a user's file, for the command line: `path/to/file.py:function`, where `function(mesh)` returns step and shapes."""
+"""A step in a user's file, for the command line: `path/to/file.py:function`, where `function(mesh)`
+returns step and shapes."""
 
 import runpy
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from jax.sharding import AbstractMesh
 
 from parallax import mesh
 
-FORM = "path/to/file.py:function, where function(mesh) returns (step, shapes), as plan.trace takes them"
+FORM = (
+    "path/to/file.py:function, where function(mesh) returns (step, shapes), as plan.trace takes "
+    "them"
+)
 
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step and the shapes of its arguments, which the function named in `program` returns for a mesh.
+    """The step and the shapes of its arguments, which the function named in `program` returns for a
+    mesh.
 
     Raises:
         ValueError: there is no such file, or no such function in it, or it returns something else.
@@ -32,7 +37,8 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
         and isinstance(made[1], tuple)
     ):
         raise ValueError(
-            f"plan needs {FORM}; {name} returned {type(made).__name__}. Return the step and a tuple of its arguments."
+            f"plan needs {FORM}; {name} returned {type(made).__name__}. Return the step and a "
+            "tuple of its arguments."
         )
     return made
 

@@ -7,6 +7,7 @@ from parallax.models.gpt2.family import FAMILY, sample
 from parallax.models.gpt2.forward import block, logits, loss, stages
 from parallax.models.gpt2.model import (
     GPT2,
+    GPT3,
     LARGE,
     MEDIUM,
     MLP,
@@ -24,6 +25,7 @@ __all__ = [
     "FAMILY",
     "FORMAT",
     "GPT2",
+    "GPT3",
     "LARGE",
     "MEDIUM",
     "MLP",

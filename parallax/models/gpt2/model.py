@@ -101,6 +101,7 @@ SMALL = Config()
 MEDIUM = Config(layers=24, heads=16, width=1024)
 LARGE = Config(layers=36, heads=20, width=1280)
 XL = Config(layers=48, heads=25, width=1600)
+GPT3 = Config(layers=96, heads=96, width=12288, context=2048)
 
 
 class Norm(eqx.Module):

@@ -1,0 +1,143 @@
+"""Bytes that a GPT-2 layer keeps for its backward pass, and those that a stage's job hands on.
+
+They are what `jax.vjp` keeps of a layer, which the tests count. The search leaves out layouts that
+cannot fit by them, before a step is traced.
+
+Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2
+numbers, t tensor devices.
+
+Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
+in 16 bits.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from parallax.layout import Layout
+from parallax.models import gpt2
+from parallax.plan.jobs import jobs
+from parallax.plan.quantities import Number
+from parallax.plan.recomputed import recomputed
+
+FLOAT = 4  # bytes of what is summed
+TILE = 512  # tokens of a tile's side: that of `context.TILED`
+
+
+class Sizes(NamedTuple):
+    """How many numbers a microbatch's arrays have on a device, and the bytes of one.
+
+    Attributes:
+        whole: A.
+        split: A / t.
+        scores: S / t.
+        narrow: bytes of a number that the model computes.
+        stream: numbers of the residual stream.
+        gathered: numbers of the input of a column-parallel layer, as it is kept.
+    """
+
+    whole: int
+    split: Number
+    scores: Number
+    narrow: int
+    stream: Number
+    gathered: Number
+
+
+def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
+    """The sizes of a microbatch on a device; `short` is the bytes of a number in a short
+    precision."""
+    b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
+    tile = min(TILE, T) ** 2  # around the ring, scores are made a tile at a time
+    scores = tile if layout.context > 1 else T * T
+    A, S = b * T * config.width, b * config.heads * scores
+    stream = A / t if layout.sequence else A
+    narrow = FLOAT if layout.precision == "full" else short
+    return Sizes(
+        A, A / t, S / t, narrow, stream, A if recomputed(layout).keeps_gathered else stream
+    )
+
+
+def everything(
+    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+) -> Number:
+    """Bytes that a layer keeps where nothing but attention is computed again: what `jax.vjp` keeps
+    of it.
+
+    Norms keep four activations (two in float32), column-parallel layers their inputs, attention q,
+    k, v and its result, GELU some of four times the width; the softmax its result in both types and
+    two numbers a row. With a `kernel` for attention there are no scores.
+    """
+    size, b, T = (
+        sizes(config, layout, batch, short),
+        layout.sequences(batch),
+        config.context // layout.context,
+    )
+    kept = (
+        (2 * FLOAT + 2 * size.narrow) * size.stream
+        + 2 * size.narrow * size.gathered
+        + 4 * (1 + results_of_gelu()) * size.narrow * size.split
+    )
+    kept += 4 * FLOAT * b * T / layout.token_shards
+    rows = FLOAT * b * config.heads * T / layout.tensor  # a number for each query and head
+    scores = (FLOAT + size.narrow) * size.scores + 2 * rows
+    if layout.context > 1:
+        return kept + rows
+    keeps_scores = recomputed(layout).keeps_scores and not kernel
+    return kept + keeps_scores * scores
+
+
+@functools.cache
+def results_of_gelu() -> int:
+    """How many arrays of its size JAX keeps of a GELU and for the product after it: six in JAX
+    0.10, five in 0.12."""
+    x, weights = (
+        jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
+        jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
+    )
+    run = lambda x, weights: jax.lax.scan(
+        lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights
+    )[0]
+    kept = jax.tree.leaves(
+        jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights)
+    )
+    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
+
+
+def layer(
+    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+) -> Number:
+    """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
+    size = sizes(config, layout, batch, short)
+    keeps = recomputed(layout).keeps
+    if keeps == "products":
+        return size.narrow * (size.stream + size.whole + 7 * size.split)
+    if keeps == "inputs":
+        return size.narrow * size.stream
+    return everything(config, layout, batch, short, kernel=kernel)
+
+
+def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+    """Bytes of a layer that its input's gradient hands on to a lane of the weights' gradients,
+    where nothing is computed again.
+
+    The cotangents of its four products, 3 + 4 of width D over the tensor devices and two whole
+    ones, and the gradients of norms and biases, which are made on the way.
+    """
+    size, D = sizes(config, layout, batch, short), config.width
+    return size.narrow * (7 * size.split + 2 * size.whole + 7 * D / layout.tensor + 6 * D)
+
+
+def at_least(
+    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+) -> Number:
+    """Bytes that a step keeps at least besides its arguments: those of the layers, of all
+    microbatches in flight."""
+    slots = jobs(layout).slots if layout.pipelined else 1
+    if recomputed(layout).whole_stage:
+        size = sizes(config, layout, batch, short)
+        return slots * size.narrow * size.stream
+    layers = config.layers // (layout.stage * layout.chunks)
+    return slots * layers * layer(config, layout, batch, short, kernel=kernel)
