@@ -325,8 +325,8 @@ def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
 
 
 def platform_of(mesh: AnyMesh) -> str:
-    """The kind of a mesh's devices: "cpu", "gpu" or "tpu"; a mesh for tracing alone counts as one
-    of CPUs."""
+    """The kind of a mesh's devices: "cpu", "gpu" or "tpu". A mesh for tracing alone counts as one
+    of CPUs, unless it names its devices (`jax.sharding.AbstractDevice`)."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
