@@ -2363,8 +2363,8 @@ DRAWN = (
     Mutant("_curve", "count / schedule.chunks", "count", "test_draw.py -k in_flight_are_at_most"),
     Mutant(
         "_mean",
-        "held * (stop - start)",
-        "held",
+        "count * (stop - start)",
+        "count",
         "test_draw.py::test_microbatches_in_flight_over_time_by_hand",
     ),
 )

@@ -6,8 +6,8 @@ its suffix (PNG, SVG, PDF). Pictures need matplotlib, which the extra `draw` ins
 
 from parallax.draw.attended import attention
 from parallax.draw.bars import bytes_by_kind, traffic
-from parallax.draw.held import in_flight
 from parallax.draw.html_page import page
+from parallax.draw.in_flight_counts import in_flight
 from parallax.draw.meshes import mesh
 from parallax.draw.replays import replay, replay_trace
 from parallax.draw.routes import route

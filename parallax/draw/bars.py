@@ -1,4 +1,4 @@
-"""A device's bytes by kind, for several plans side by side, and the bytes that it sends per axis."""
+"""The bytes of a device by kind, for several plans, and the bytes that it sends per axis."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Shared by all pictures: a figure that changes no global setting, colours, units, grids, tables."""
+"""The parts of all pictures: a figure that changes no global setting, colours, grids, tables."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(picture: Any, path: Path) -> None:
-    """Write a figure to `path`; the suffix says PNG, SVG or PDF. Equal figures give equal SVG files."""
+    """Write a figure to `path`, a PNG, SVG or PDF file. Equal figures give equal SVG files."""
     from matplotlib import rc_context
 
     # A fixed salt and no date make the file depend on the figure alone; "none" keeps text as text.
@@ -87,7 +87,7 @@ def scale(largest: int | float) -> tuple[float, str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows as lines of aligned text: the first `left` columns flush left, the others flush right."""
+    """Rows as lines of aligned text: the first `left` columns flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

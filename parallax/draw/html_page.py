@@ -1,4 +1,4 @@
-"""Texts and pictures as one HTML page that loads nothing, and is readable on a phone and in the dark."""
+"""Texts and pictures as one HTML page that loads nothing, for phones and dark mode too."""
 
 import base64
 import html

@@ -1,4 +1,4 @@
-"""A mesh: which device stands where. JAX shows an array's blocks: `jax.debug.visualize_array_sharding`."""
+"""The place of each device in a mesh. For an array: `jax.debug.visualize_array_sharding`."""
 
 import math
 

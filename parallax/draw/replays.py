@@ -34,7 +34,7 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
 
 
 def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a trace for Perfetto to `path`: a thread for computing, and one for each set of axes."""
+    """Write a trace for Perfetto, with a thread for computing and one for each set of axes."""
     events: list[dict] = []
     for k, (row, spans) in enumerate(_rows(timeline.events).items()):
         thread = {"pid": 0, "tid": k}

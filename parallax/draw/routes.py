@@ -1,4 +1,4 @@
-"""A collective's table round by round: the blocks that a device sends, how far, and those it holds."""
+"""A collective's table round by round: the blocks that a device sends, and those it holds."""
 
 import itertools
 import math
@@ -13,8 +13,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     """A table as text: for each round the blocks that every device sends, and those it then holds.
 
     A block is named by its offset, in row-major order of the box: block 3 belongs to the device 3
-    further on. The numbers after a block list the devices summed into it, by how far they lie behind
-    its owner. For a gather, read the rounds backwards.
+    further on. The numbers after a block list the devices summed into it, by how far they lie
+    behind its owner. For a gather, read the rounds backwards.
 
     With a `path`, also draws the devices in a circle there, once for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.

@@ -121,11 +121,13 @@ def _fixed_heads(
         heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
         if split := sorted(heads.difference(batch_axes)):
             harm = (
-                f"the outputs of its projections are split over {split}, and it has {node.num_heads} "
+                f"the outputs of its projections are split over {split}, and it has "
+                f"{node.num_heads} "
                 "heads on every device, each narrower than in the whole model."
             )
             cure = (
-                "Use projections by tensor.ColumnLinear and tensor.RowLinear, and an attention that "
+                "Use projections by tensor.ColumnLinear and tensor.RowLinear, and an attention "
+                "that "
                 "reads the number of its heads from its arrays."
             )
             findings.append(Finding("fixed-number-of-heads", prefix or "the model", harm, cure))

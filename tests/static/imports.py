@@ -189,6 +189,43 @@ def check_the_core_brings_little_along() -> Iterator[str]:
             )
 
 
+# The wings, each with the others that `import parallax.WING` may bring along.
+WINGS = {
+    "compiled": set(),
+    "plan": set(),
+    "data": set(),
+    "run": set(),
+    "lint": set(),
+    "bisect": set(),
+    "draw": {"compiled", "plan"},
+}
+
+
+def loaded_with(module: str) -> set[str]:
+    """The modules that importing `module` loads, by the imports outside of functions."""
+    loaded, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in FILES:
+            continue
+        loaded.add(name)
+        waiting.append(name.rpartition(".")[0])
+        for node in ast.parse(FILES[name].read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+    return loaded
+
+
+def check_a_wing_brings_no_other_along() -> Iterator[str]:
+    """Importing a wing loads only the others that `WINGS` names."""
+    for wing, allowed in WINGS.items():
+        wings = {name.split(".")[1] for name in loaded_with(f"parallax.{wing}") if "." in name}
+        if others := sorted((wings & set(WINGS)) - {wing} - allowed):
+            yield f"import parallax.{wing} loads {others} too"
+
+
 def bound_names(tree: ast.AST) -> set[str]:
     """All names that a module binds, in whatever scope."""
     names = set()

@@ -18,7 +18,7 @@ def in_flight(
     backward: Cost | None = None,
     weight: Cost = 1,
 ) -> str:
-    """The microbatches whose residuals each stage holds in lockstep: the most, and the mean over time.
+    """The microbatches whose residuals each stage holds in lockstep: the most and the mean.
 
     Residuals are held from the start of the forward job to the end of the last gradient's; those of
     one of v chunks count 1/v. With a `path`, also draws a panel for each stage there, as wide as
@@ -46,7 +46,9 @@ def in_flight(
     ]
     rows = [["stage", "most", "mean"]]
     for stage, curve in enumerate(curves):
-        rows.append([str(stage), f"{max(held for _, held in curve):g}", f"{_mean(curve, end):.3g}"])
+        rows.append(
+            [str(stage), f"{max(count for _, count in curve):g}", f"{_mean(curve, end):.3g}"]
+        )
     if path is not None:
         _picture(curves, end, width(spans), path)
     return canvas.columns(rows, left=0)
@@ -68,11 +70,11 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
 def _mean(curve: Curve, end: float) -> float:
     stops = [time for time, _ in curve[1:]] + [end]
     spans = zip(curve, stops, strict=True)
-    return sum(held * (stop - start) for (start, held), stop in spans) / end
+    return sum(count * (stop - start) for (start, count), stop in spans) / end
 
 
 def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Path) -> None:
-    highest = max(held for curve in curves for _, held in curve)
+    highest = max(count for curve in curves for _, count in curve)
     picture = canvas.figure(inches + 1.7, 0.5 * len(curves) + 1.3)
     panels = picture.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for stage, (axes, curve) in enumerate(zip(panels, curves, strict=True)):
