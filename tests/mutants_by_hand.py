@@ -1445,8 +1445,8 @@ TOLD = (
     ),
     Mutant(
         "along",
-        "np.max([np.ptp(place, axis=1) for place in places], axis=0)",
-        "np.ptp(places[0], axis=1)",
+        "np.max([np.ptp(group, axis=1) for group in coordinates], axis=0)",
+        "np.ptp(coordinates[0], axis=1)",
         "test_certificate.py",
     ),
     Mutant(
@@ -1859,8 +1859,8 @@ COMPILED = (
     ),
     Mutant(
         "_Replay._collectives",
-        "[line] if line.collective else [each for each in inner if each.collective]",
-        "[line] if line.collective else []",
+        "[inner for inner in fused if inner.collective]",
+        "[]",
         "test_targets.py::test_a_replay_by_hand",
     ),
     Mutant(
@@ -1893,7 +1893,9 @@ COMPILED = (
         "{used[2]} of {used[1]}",
         "test_targets.py::test_a_step_that_does_not_fit_says_what_it_needs",
     ),
-    Mutant("check_backend", "if found != platform:", "if False:", "test_targets.py::test_refusals"),
+    Mutant(
+        "check_backend", "if backend != platform:", "if False:", "test_targets.py::test_refusals"
+    ),
 )
 
 EXPERTS = (
