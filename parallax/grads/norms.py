@@ -39,7 +39,7 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
 def check_max_norm(where: str, max_norm: Any) -> None:
     """Raise `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
-    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
+    if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
             "trained. Leave the clipping out, or give the largest norm that a step may have."
