@@ -42,7 +42,7 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import Grad, mean_over_devices
 from parallax.grads.axes import axes_of, replicated_axes
-from parallax.grads.devices import with_sums_over
+from parallax.grads.devices import value_and_sums
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of
@@ -101,7 +101,10 @@ def reduce_scattered(
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
 
-    return with_sums_over(grad, axis, mean, aux=aux, scatter=scatter)
+    def wrapped(params, batch):
+        return value_and_sums(grad, params, batch, axis, mean, aux=aux, scatter=scatter)
+
+    return wrapped
 
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:

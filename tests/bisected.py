@@ -143,6 +143,7 @@ PLACED = (
     ("Programs.task", "[0 * chunk, self.index]"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),
+    ("averaged", "total"),
     ("Jobs.forward", "chosen(self.first"),
     ("Jobs.backward", 'row.saved["forward"][self.index]'),
     ("Jobs.weight", 'row.deferred["backward"]'),

@@ -359,13 +359,13 @@ LAYERS = (
         "test_tuples.py::test_experts_over_data_and_expert",
     ),
     Mutant(
-        "with_sums_over",
+        "value_and_sums",
         " if name in differs)",
         ")",
         "test_reduced_in_backward.py::test_gradients_are_those_of_one_device",
     ),
     Mutant(
-        "with_sums_over",
+        "value_and_sums",
         "{*varying_axes(gradient), *varying_axes(declared)}",
         "set()",
         "test_grads.py",

@@ -213,7 +213,10 @@ def averaged(
     def mean(total, term):
         return (total / axis.size()).astype(term.dtype)
 
-    return with_sums_over(grad, axis, mean, aux=aux, reduced=reduced)
+    def wrapped(params, batch):
+        return value_and_sums(grad, params, batch, axis, mean, aux=aux, reduced=reduced)
+
+    return wrapped
 
 
 def summed(
@@ -232,10 +235,17 @@ def summed(
     it, the loss may be a sum or mean over `axis` already. Everything else is as in `averaged`.
     """
 
+    axis = Axis.of(axis)
+
     def total_as_term(total, term):
         return total.astype(term.dtype)
 
-    return with_sums_over(grad, Axis.of(axis), total_as_term, loss=loss, aux=aux, reduced=reduced)
+    def wrapped(params, batch):
+        return value_and_sums(
+            grad, params, batch, axis, total_as_term, loss=loss, aux=aux, reduced=reduced
+        )
+
+    return wrapped
 
 
 def _unscattered(
@@ -244,8 +254,10 @@ def _unscattered(
     return value, gradients, names
 
 
-def with_sums_over(
+def value_and_sums(
     grad: Grad,
+    params: PyTree,
+    batch: PyTree,
     axis: Axis,
     finish: Callable[[Array, Array], Array],
     *,
@@ -253,11 +265,13 @@ def with_sums_over(
     aux: Callable[[Any, Axis], Any],
     reduced: Callable[[Any], Any] | None = None,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] = _unscattered,
-) -> Grad:
-    """`grad` with its gradients, and with `loss` its loss, summed over `axis`.
+) -> tuple[PyTree, PyTree]:
+    """The results of `grad`, its gradients, and with `loss` its loss, summed over `axis`.
 
     Args:
         grad: a gradient function.
+        params: its parameters.
+        batch: this device's batch.
         axis: the axis to sum over.
         finish: `finish(sum, term)` of each gradient and of the loss.
         loss: whether the loss is summed.
@@ -273,24 +287,21 @@ def with_sums_over(
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 
-    def wrapped(params, batch):
-        declared, value, gradients = local_gradients(
-            grad, params, batch, axis, loss=loss, reduced=reduced
-        )
-        declared, params = (matching_parameters(gradients, tree) for tree in (declared, params))
-        names = jax.tree.map(axes_to_reduce, gradients, declared, params)
-        value, gradients, names = scatter(value, gradients, params, names)
-        terms = loss_part(value), gradients
-        sums = summed_over(terms, (axes_of(axis) if loss else (), names), axis)
-        total, finished = jax.tree.map(finish, sums, terms)
+    declared, value, gradients = local_gradients(
+        grad, params, batch, axis, loss=loss, reduced=reduced
+    )
+    declared, params = (matching_parameters(gradients, tree) for tree in (declared, params))
+    names = jax.tree.map(axes_to_reduce, gradients, declared, params)
+    value, gradients, names = scatter(value, gradients, params, names)
+    terms = loss_part(value), gradients
+    sums = summed_over(terms, (axes_of(axis) if loss else (), names), axis)
+    total, finished = jax.tree.map(finish, sums, terms)
 
-        def combined(values):
-            # Their sums wait for those of the gradients, so that all devices send in one order.
-            return aux(sequence_after(values, (total, finished)), axis)
+    def combined(values):
+        # Their sums wait for those of the gradients, so that all devices send in one order.
+        return aux(sequence_after(values, (total, finished)), axis)
 
-        return map_loss_and_aux(value, lambda _: total, combined), finished
-
-    return wrapped
+    return map_loss_and_aux(value, lambda _: total, combined), finished
 
 
 def local_gradients(
