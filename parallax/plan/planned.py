@@ -300,7 +300,10 @@ def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None =
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of
     devices; or `known` does."""
     known(config)
-    layout.check(config.sizes | {"batch": batch, "devices": devices})
+    sizes = config.sizes | {"batch": batch}
+    if devices is not None:
+        sizes |= {"devices": devices}
+    layout.check(sizes)
     if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which "
