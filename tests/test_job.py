@@ -121,6 +121,13 @@ def test_on_one_machine_others_do_not_reach_the_service(
     }
 
 
+def test_the_limit_of_the_start_counts_from_the_start_of_the_process():
+    assert 0 < processes._age() < 100_000
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"]) as process:
+        assert process.wait() == 0
+    assert processes._age() >= 2
+
+
 @pytest.mark.parametrize(
     "told", [("a:1", 2, None), ("a:1", None, 0), (None, 2, 0), (None, 2, None)]
 )

@@ -17,8 +17,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
@@ -62,7 +64,8 @@ def initialize(
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
             Open MPI the default is one for each process, its local rank.
         initialization_timeout: seconds within which all processes connect. After them each process
-            that waits ends, with a sentence.
+            that waits ends, with a sentence. They count from the start of the process, because slow
+            imports keep the others waiting too; where this call comes late, half of them remain.
         heartbeat_timeout: seconds without a heartbeat after which JAX ends the job.
 
     Raises:
@@ -132,11 +135,20 @@ def _is_local(coordinator: str | None) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def _age() -> float:
+    """Seconds since this process began, its imports included; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
-    """Ends the process with a sentence where the body takes more than `seconds`."""
+    """Ends the process with a sentence where it has not left the body `seconds` after its start."""
     timer = threading.Timer(
-        seconds,
+        max(seconds - _age(), seconds / 2),
         end,
         [
             f"{socket.gethostname()} (process {os.getpid()}): the processes did not all connect "
