@@ -1283,13 +1283,13 @@ RUN = (
         "test_checkpoint.py::test_a_full_disk_leaves_the_newest_good_one",
     ),
     Mutant(
-        "thin",
+        "prune",
         "itertools.islice(good, keep)",
         "itertools.islice(good, 1)",
         "test_checkpoint.py::test_keeps_the_last_and_every_nth",
     ),
     Mutant(
-        "thin",
+        "prune",
         " and records.is_of(path, step, settings):",
         ":",
         "test_checkpoint.py::test_what_this_run_did_not_make_stays",

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
 from parallax.data import manifest
-from parallax.run import processes, stages, writer
+from parallax.run import barriers, processes, writer
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
@@ -43,7 +43,7 @@ class Faults:
 
 
 def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
-    writer.PAUSE, stages.SOON = 0.1, 4.0
+    writer.PAUSE, barriers.SOON = 0.1, 4.0
     processes.initialize(coordinator, 2, rank, cpu_devices=4, say=lambda line: None)
     axes, faults, said = mesh.make(data=4), Faults(), []
     seen: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from parallax import mesh
 from parallax.data import manifest
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
-from parallax.run import checkpoint, kept, stored
+from parallax.run import checkpoint, retention, stored
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
@@ -258,7 +258,7 @@ def test_a_removal_that_is_cut_short_says_whose_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     with contextlib.suppress(KeyboardInterrupt):
-        kept.remove(tmp_path / "00000001")
+        retention.remove(tmp_path / "00000001")
     assert records.is_of(tmp_path / "00000001", 1, SETTINGS)
     assert sorted(path.name for path in (tmp_path / "00000001").iterdir()) == ["contents.json"]
     stops = False
@@ -353,7 +353,7 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
         ):
             store.save(3, state)
         assert store.steps() == [1]
-        assert not kept.path_of(tmp_path, 3).exists()  # what was begun is gone
+        assert not retention.path_of(tmp_path, 3).exists()  # what was begun is gone
         store.save(2, small_state(2))  # and the writer goes on
         store.wait()
         assert store.steps() == [1, 2]

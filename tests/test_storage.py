@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
+from parallax.run import barriers, stored, writer
 from parallax.run import record as records
-from parallax.run import stages, stored, writer
 from parallax.run.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings(
@@ -208,10 +208,10 @@ def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
     ],
 )
 def test_which_errors_may_be_over_in_a_while(error, is_one):
-    assert stages.transient(error) is is_one
+    assert barriers.transient(error) is is_one
     outer = RuntimeError("while it was saved")
     outer.__cause__ = error
-    assert stages.transient(outer) is is_one
+    assert barriers.transient(outer) is is_one
 
 
 def test_blocks_that_were_donated_are_there_again():

@@ -25,7 +25,7 @@ from parallax.collectives import Axis, ring, tuning, xla
 from parallax.layout import Layout
 from parallax.models import gpt2
 from parallax.plan import quantity
-from parallax.run import kept, lock, metrics, processes
+from parallax.run import lock, metrics, processes, retention
 from parallax.run import record as records
 from parallax.schedule import Schedule
 
@@ -244,7 +244,7 @@ def checkpoints_of(out: Path) -> bool:
     be seen."""
     folder = out / CHECKPOINTS
     return folder.is_dir() and bool(
-        kept.finished(folder) or (folder / kept.NEWEST).exists()
+        retention.finished(folder) or (folder / retention.NEWEST).exists()
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallax.run import (
+        barriers,
         checkpoint,
         fingerprint,
         job,
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
         record,
         signals,
         spikes,
-        stages,
         stored,
         watchdog,
     )
 
 __all__ = [
+    "barriers",
     "checkpoint",
     "fingerprint",
     "job",
@@ -34,7 +35,6 @@ __all__ = [
     "record",
     "signals",
     "spikes",
-    "stages",
     "stored",
     "watchdog",
 ]

@@ -31,11 +31,11 @@ from jax.experimental import multihost_utils
 
 from parallax._typing import PyTree
 from parallax.data import manifest
-from parallax.run import kept, lock, stored
+from parallax.run import lock, retention, stored
 from parallax.run import record as records
-from parallax.run.kept import NEWEST
+from parallax.run.barriers import LONG
 from parallax.run.record import ARRAYS, MANIFEST, Record
-from parallax.run.stages import LONG
+from parallax.run.retention import NEWEST
 from parallax.run.writer import Writer, orbax
 
 NONE = -1  # no checkpoint, where a step is told to other processes
@@ -148,7 +148,7 @@ class Checkpoints:
         manifest.hasher()  # it must be installed
 
         def make_room(step):
-            kept.make_room(self.folder, step, self.settings, self.refused)
+            retention.make_room(self.folder, step, self.settings, self.refused)
 
         self._writer = Writer(
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
@@ -238,7 +238,7 @@ class Checkpoints:
 
     def _sealed(self, step: int) -> None:
         self.refused.pop(step, None)
-        kept.thin(
+        retention.prune(
             self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every
         )
 
@@ -250,7 +250,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
         says."""
-        return kept.finished(self.folder)
+        return retention.finished(self.folder)
 
     def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
         """The newest good checkpoint of this run, or `None` where the folder never held a finished
@@ -275,7 +275,7 @@ class Checkpoints:
         self.refused = {}
         if before is not None and any(step < before for step in self.steps()):
             asked = f"a checkpoint from before step {before} was asked for"
-            later = (step for step in kept.seen(self.folder)[0] if step >= before)
+            later = (step for step in retention.seen(self.folder)[0] if step >= before)
             self.refused |= {
                 step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
             }
@@ -342,7 +342,7 @@ class Checkpoints:
     def _newest_good(self) -> int:
         """The newest step whose checkpoint is one, as far as names and sizes tell, and was not
         refused. Others are refused."""
-        steps, damage = kept.seen(self.folder)
+        steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
             self._say(damage)
@@ -396,7 +396,7 @@ class Checkpoints:
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(
-                f"{self._path(step)}: needed a finite state; nan or inf is in {kept.listed(lost)}."
+                f"{self._path(step)}: needed a finite state; nan or inf is in {retention.listed(lost)}."
             )
         state = stored.found(wanted, found, record.numbers)
         if self.from_disk is None:
@@ -404,7 +404,7 @@ class Checkpoints:
         return stored.placed(self.from_disk, state, like)
 
     def _path(self, step: int) -> Path:
-        return kept.path_of(self.folder, step)
+        return retention.path_of(self.folder, step)
 
 
 def _unreadable(error: OSError, path: Path) -> str:

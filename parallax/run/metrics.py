@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax import _files, precision
-from parallax.run.stages import transient
+from parallax.run.barriers import transient
 from parallax.step import Info
 
 # Steps that are not finite

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 
 from parallax.data import manifest
-from parallax.run import kept, stored
 from parallax.run import record as records
-from parallax.run.kept import NEWEST
+from parallax.run import retention, stored
+from parallax.run.barriers import Elsewhere, Stages
 from parallax.run.record import ARRAYS, Record
-from parallax.run.stages import Elsewhere, Stages
+from parallax.run.retention import NEWEST
 
 PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
 PART = 128 * 1024**2  # bytes of a file of arrays, about: several files are hashed on several cores
@@ -73,7 +73,7 @@ class Writer:
 
         Raises:
             ValueError: there are such names.
-            kept.Later: as `make_room` does.
+            retention.Later: as `make_room` does.
             OSError: the storage failed, and not for a while only.
         """
         copies = stored.held(arrays) if self._tries > 1 else lambda: arrays
@@ -81,7 +81,7 @@ class Writer:
         self._stages = Stages(name, self._meet)
         try:
             self._begin(record, arrays)
-        except kept.Later:
+        except retention.Later:
             raise
         except Exception as failure:
             if not self._stages.failed(failure):
@@ -91,8 +91,8 @@ class Writer:
             self._drop(record.step)
             raise ValueError(
                 f"The state of step {record.step} is not finite, and was not saved: "
-                f"{kept.listed(names)}. "
-                f"{kept.newest_in_words(self._folder)}"
+                f"{retention.listed(names)}. "
+                f"{retention.newest_in_words(self._folder)}"
             )
         arguments = name, record, copies, error
         self._thread = threading.Thread(
@@ -146,7 +146,7 @@ class Writer:
         on then: take a new one."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                kept.remove(self._path(step))
+                retention.remove(self._path(step))
         self.arrays = self._checkpointer()
 
     def _finish(
@@ -217,12 +217,12 @@ class Writer:
 
     def _failed(self, step: int, error: BaseException) -> OSError:
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
-        failure = OSError(f"{words} {kept.newest_in_words(self._folder)}")
+        failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
         failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
         return failure
 
     def _path(self, step: int) -> Path:
-        return kept.path_of(self._folder, step)
+        return retention.path_of(self._folder, step)
 
 
 def orbax() -> Any:

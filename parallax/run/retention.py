@@ -101,7 +101,7 @@ def make_room(
         path.rename(next(name for name in names if not (name.is_symlink() or name.exists())))
 
 
-def thin(
+def prune(
     folder: Path,
     settings: Mapping[str, Any],
     refused: Mapping[int, ValueError],
