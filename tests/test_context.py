@@ -429,8 +429,12 @@ def attended(
     segments=None,
     attend=context.attention,
     dtypes=(jnp.float32,) * 2,
+    heads=None,
     **options,
 ):
+    if heads is not None:
+        attend = context.with_heads(attend, heads)
+
     def body(q, k, segments):
         options_ = options if segments is None else {**options, "segments": segments}
         return attend(q, k, k, axis="context", **options_)

@@ -9,7 +9,7 @@ back, `gathered` gathers keys and values. All three are called as `attend(q, k, 
 `segments=` if documents are packed into one sequence.
 """
 
-from parallax.context.checks import must_communicate
+from parallax.context.checks import must_communicate, with_heads
 from parallax.context.gathered_keys import gathered
 from parallax.context.head_exchange import ulysses
 from parallax.context.kernels import TILED, Kernel, merge_softmax, tiled
@@ -50,5 +50,6 @@ __all__ = [
     "tiled",
     "ulysses",
     "unsplit",
+    "with_heads",
     "zigzag",
 ]

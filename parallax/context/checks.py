@@ -205,11 +205,9 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     return bool(sent_along) and sent_along <= names
 
 
-def check_attention(
-    q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int, heads: tuple[int, int] | None
-) -> None:
+def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int) -> None:
     """Raises `ValueError` if heads, tokens or segments do not fit."""
-    check_heads("context.attention", q, k, v, heads)
+    check_heads("context.attention", q, k, v)
     n, tokens = axis.size(), q.shape[1]
     if k.shape[1] != tokens:
         raise ValueError(
@@ -238,10 +236,10 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None) -> None:
+def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the heads of queries and keys do not fit each other.
 
-    They must fit the `heads` of the whole model, and the axes over which it splits them.
+    They must fit the axes over which they are split, too.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -266,8 +264,25 @@ def check_heads(name: str, q: Any, k: Any, v: Any, heads: tuple[int, int] | None
             f"where heads are split over {q_axes}, pick the keys of these queries, and where they "
             "are not, pass k and v through lax.pcast(..., to='varying')."
         )
-    if heads is not None:
-        _check_heads_of_model(name, H, G, heads)
+
+
+def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[..., Any]:
+    """Returns `attend(q, k, v)`, which refuses keys that are not those of a device's queries.
+
+    Where heads are split over a tensor axis, each device needs the keys of its own queries.
+
+    Args:
+        attend: `attention`, `ulysses` or `gathered` over an axis.
+        heads: those of the whole model, of queries and of keys.
+
+    The function raises `ValueError` where a device has the keys of another number of groups.
+    """
+
+    def wrapped(q, k, v, **options):
+        _check_heads_of_model("context.with_heads", q.shape[2], k.shape[2], heads)
+        return attend(q, k, v, **options)
+
+    return wrapped
 
 
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:

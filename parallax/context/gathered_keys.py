@@ -40,7 +40,7 @@ def gathered(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        check_heads("context.gathered", q, k, v, None)
+        check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
         in_order, _ = sequence_order(tokens, n, order)
         q, k, v = vary_alike(q, k, v, axis)

@@ -40,7 +40,7 @@ def ulysses(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        check_heads("context.ulysses", q, k, v, None)
+        check_heads("context.ulysses", q, k, v)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(

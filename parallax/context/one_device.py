@@ -43,7 +43,7 @@ def blockwise(
     Raises:
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
     """
-    check_heads("context.blockwise", q, k, v, None)
+    check_heads("context.blockwise", q, k, v)
     if positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "

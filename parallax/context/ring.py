@@ -45,7 +45,6 @@ def attention(
     segments: Shaped[Array, "..."] | None = None,
     order: ChunkOrder = zigzag,
     kernel: Kernel = TILED,
-    heads: tuple[int, int] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries.
 
@@ -69,15 +68,13 @@ def attention(
             see each other.
         order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own table.
         kernel: computes the blocks, such as `tiled(1024)`.
-        heads: the heads of the whole model, of queries and of keys. They check that a device of a
-            tensor axis has the keys of its queries.
 
     Raises:
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
-    check_attention(q, k, v, segments, axis, table.chunks, heads)
+    check_attention(q, k, v, segments, axis, table.chunks)
     if kernel is not TILED and axis.size() * table.chunks > 1:
         check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
