@@ -2388,8 +2388,8 @@ TRACED = (
     ),
     Mutant(
         "peak",
-        "born[made], until[made] = k, last[made]",
-        "born[made], until[made] = k, end",
+        "until[made] = last[made]",
+        "until[made] = end",
         "test_trace.py::test_elementwise_results_are_fused_and_loops_write_in_place "
         "test_trace.py::test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less",
     ),

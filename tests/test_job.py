@@ -23,21 +23,8 @@ SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
 }
+LAUNCHERS = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "KUBERNETES_")
 silently = lambda line: None
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """A function that sets a launcher's variables, and no others of a launcher."""
-
-    def launched(variables):
-        for name in list(os.environ):
-            if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR", "KUBERNETES_")):
-                monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return launched
 
 
 @pytest.fixture
@@ -50,24 +37,43 @@ def handed_to_jax(monkeypatch):
     return calls
 
 
+def first_in_a_process(call, **variables):
+    """What `call` prints or raises in a process that has used no device, as JAX asks."""
+    program = f"""
+import jax
+from parallax.run import processes
+from parallax.run.job import Job
+try:
+    {call}
+except ValueError as error:
+    print("ValueError:", error)
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=kept | variables | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     "environment",
     [{}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}],
     ids=["none", "sbatch"],
 )
-def test_without_a_launcher_a_process_is_alone(launched, environment):
-    launched(environment)
-    said = []
-    assert processes.initialize(say=said.append) == Job()
-    assert said == ["1 process"]
-    assert not jax.distributed.is_initialized()
+def test_without_a_launcher_a_process_is_alone(environment):
+    said = first_in_a_process(
+        "print(processes.initialize() == Job(), jax.distributed.is_initialized())", **environment
+    )
+    assert said == "1 process\nTrue False\n"
 
 
-def test_a_launchers_mistake_is_no_process_alone(launched):
+def test_a_launchers_mistake_is_no_process_alone():
     """An address without a number of processes, as JAX says."""
-    launched({"JAX_COORDINATOR_ADDRESS": "node7:1234"})
-    with pytest.raises(ValueError, match="Number of processes must be defined"):
-        processes.initialize(say=silently)
+    said = first_in_a_process("processes.initialize()", JAX_COORDINATOR_ADDRESS="node7:1234")
+    assert "ValueError: Number of processes must be defined" in said
 
 
 @pytest.mark.programs
@@ -138,8 +144,7 @@ def test_half_of_what_to_do_is_refused(told):
 
 @pytest.mark.parametrize("told", [("a:1", 2, 2), ("a:1", 2, -1)])
 def test_a_rank_beyond_the_processes_is_refused(told):
-    with pytest.raises(ValueError, match="process_id < num_processes"):
-        processes.initialize(*told)
+    assert "process_id < num_processes" in first_in_a_process(f"processes.initialize(*{told})")
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "localhost:http"])

@@ -195,11 +195,11 @@ def test_auxiliary_losses_are_scaled_in_float16():
     [
         (
             {"experts": 2, "chosen": 3},
-            r"a token goes to chosen=3 experts, and there are experts=2\. Take chosen=2\.",
+            r"a token goes to chosen=3 experts, and there are experts=2\. Use chosen=2\.",
         ),
         (
             {"experts": 0},
-            r"balance=0\.3 belongs to a layer with experts, and experts=0\. Take experts=8, or "
+            r"balance=0\.3 belongs to a layer with experts, and experts=0\. Use experts=8, or "
             r"balance=0\.",
         ),
         (

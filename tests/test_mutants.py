@@ -21,8 +21,8 @@ def test_a_text_that_is_gone_or_not_the_only_one_is_told():
         ValueError, match=r"pin_bits: needs 'no such text' once .* it is there 0 times \(none\)"
     ):
         place(Mutant("pin_bits", "no such text", "y", ""), ROOT)
-    with pytest.raises(ValueError, match=r"all_reduce: needs 'return' once"):
-        place(Mutant("all_reduce", "return", "y", ""), ROOT)
+    with pytest.raises(ValueError, match=r"all_gather: needs 'block' once"):
+        place(Mutant("all_gather", "block", "y", ""), ROOT)
 
 
 PACKAGE = '''

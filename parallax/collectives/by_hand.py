@@ -1,6 +1,6 @@
-"""A ring in a few lines: the lesson, and the oracle of the tests. `route` does it by a table.
+"""A ring of n devices, each sending to its right: the lesson, and the oracle of the tests.
 
-n devices form a circle; each has an array `x` of n blocks and sends to its right neighbour only.
+`x` has a block for each device. `route` does the same by a table.
 """
 
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array
     The partial sum for block i starts at device i + 1 and gains one term per hop on its way to i.
     """
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    # After its n - 1 hops, the partial sum that starts here is at device me - 1, which owns it.
-    partial = x[(me - 1) % n]
+    partial = x[(me - 1) % n]  # after n - 1 hops it is at device me - 1, which owns that block
     for hop in range(1, n):
         partial = _to_the_right(partial, axis_name) + x[(me - 1 - hop) % n]
     return partial

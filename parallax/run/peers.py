@@ -71,7 +71,8 @@ class Peers:
                 "... Give each job its own port, and all ranks of a job the same variables.\n",
                 jobs.REFUSED,
             )
-        threading.Thread(target=self._run, name="peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._thread.start()
 
     def does(self, doing: str, *, waits: bool) -> None:
         """Sets the phase of this process; `waits` says that it cannot end without the others."""
@@ -83,8 +84,9 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread."""
+        """Stops the thread. One that comes back from JAX while Python ends would abort the process."""
         self._closed.set()
+        self._thread.join(GRACE)
 
     def tell(self, why: str) -> None:
         """Tells the others that this process ends, as in `why="raised ValueError"`.
