@@ -223,7 +223,7 @@ def gathered(
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
     Args:
-        function: a loss arrow, or a block; its first argument is the tree of parameters.
+        function: a loss function, or a block; its first argument is the tree of parameters.
         specs: of the shares, a tree like that argument.
         axis: the axis that splits the batch.
 
