@@ -31,7 +31,8 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Return the exit status: 2, with the reason on stderr, for a wrong request."""
+    """Runs a command. Returns the exit status: 2, with the reason on stderr, for a wrong
+    request."""
     options = parser().parse_args(arguments)
     try:
         print(options.run(options))
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Returns the parser of the command line."""
     top = argparse.ArgumentParser(prog="parallax", description=DESCRIPTION, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"parallax {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")

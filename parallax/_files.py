@@ -12,7 +12,7 @@ LARGEST = 32 << 20
 
 
 def sync(path: Path) -> None:
-    """Return when the bytes of a file, or the names in a folder, have reached the disk."""
+    """Waits until the bytes of a file, or the names in a folder, have reached the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -21,7 +21,7 @@ def sync(path: Path) -> None:
 
 
 def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
-    """The regular file at `path`, to be read, with no buffer; `what` it should be is for the error.
+    """Opens the regular file at `path` to be read, with no buffer; `what` describes it in an error.
 
     Raises `ValueError` for anything else: a pipe would never answer, and a device never end. Raises
     `OSError` as `open` does.
@@ -45,8 +45,8 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
 
 
 def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARGEST) -> bytes:
-    """The bytes of the regular file at `path`. Raises `ValueError` as `open_file` does, and where
-    there are more than `most`."""
+    """Returns the bytes of the regular file at `path`. Raises `ValueError` as `open_file` does, and
+    where there are more than `most`."""
     with io.BufferedReader(open_file(path, what)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

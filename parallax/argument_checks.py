@@ -14,7 +14,7 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """The `numbers` as Python's integers; `where` begins the message.
+    """Returns the `numbers` as Python's integers; `where` begins the message.
 
     NumPy's integers are whole numbers, and 1.0 is not.
 
@@ -34,7 +34,7 @@ def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
 
 
 def check_not_deleted(where: str, tree: PyTree) -> None:
-    """Refuse a `tree` with a leaf that is None, or an array that is deleted, as after a step that
+    """Refuses a `tree` with a leaf that is None, or an array that is deleted, as after a step that
     donates its state.
 
     Raises:
@@ -55,7 +55,7 @@ def check_not_deleted(where: str, tree: PyTree) -> None:
 
 
 def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> None:
-    """Refuse windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary
+    """Refuses windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary
     where these are known.
 
     Inside a compiled program they are not: there the ids are taken, and the embedding gives nan.
@@ -97,6 +97,6 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
 
 
 def _known(array: Any) -> bool:
-    """Whether the values can be read here: they are not those of a program that is being traced, or
-    of other processes."""
+    """Returns whether the values can be read here: they are not those of a program that is being
+    traced, or of other processes."""
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -30,7 +30,7 @@ def mean(
     vocabulary: int | None = None,
     block_tokens: int = 512,
 ) -> Float[Array, ""]:
-    """The mean of -log softmax(x · table^T)[targets] in nats:
+    """Returns the mean of -log softmax(x · table^T)[targets] in nats:
     `x[B, D], W[V_X, D], targets[B] -> scalar`.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
@@ -121,7 +121,7 @@ def mean(
 
 
 def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None:
-    """Refuse what `mean` cannot be taken of."""
+    """Refuses what `mean` cannot be taken of."""
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
@@ -139,15 +139,15 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
 
 
 def _in_blocks(leaf: Array, blocks: int) -> Array:
-    """`leaf`, a row for each token, as `[blocks, tokens of one, ...]`."""
+    """Returns `leaf`, a row for each token, as `[blocks, tokens of one, ...]`."""
     # Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient.
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
 
 def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
-    """`weights` over their mean in the global batch: a mean over tokens, times these, is Σ weight ·
-    loss / Σ weight.
+    """Returns `weights` over their mean in the global batch: a mean over tokens, times these, is Σ
+    weight · loss / Σ weight.
 
     A weighted mean is no mean of means: devices and microbatches have different sums of weights.
     Divided by the global mean once, before the gradient function, the weights can go through

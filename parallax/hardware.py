@@ -88,8 +88,8 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """A hop in a group whose first and last device are `span` apart: slow where it leaves the
-        domain.
+        """Returns a hop in a group whose first and last device are `span` apart: slow where it
+        leaves the domain.
 
         One over several `links` takes so many times as long, since its bytes use them all.
         """
@@ -100,8 +100,8 @@ class Hardware:
         )
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """The links that a hop along each axis takes in the mean, where `mesh.make` lays them: 1
-        where no torus is given.
+        """Returns the links that a hop along each axis takes in the mean, where `mesh.make` lays
+        them: 1 where no torus is given.
 
         Raises:
             ValueError: the axes multiply to another number than the torus has chips, or cores of
@@ -163,8 +163,8 @@ KNOWN = {
 
 
 def named(name: str) -> Hardware:
-    """The record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as `v5e:2x4`,
-    whose links then count.
+    """Returns the record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as
+    `v5e:2x4`, whose links then count.
 
     Raises:
         ValueError: it is not known.
@@ -187,8 +187,8 @@ def named(name: str) -> Hardware:
 def measured(
     mesh: Mesh, *, axis_name: str | None = None, size: int | None = None, rounds: int = 5
 ) -> Hardware:
-    """The devices of `mesh`, all at work at once: their rate of products, their bandwidth, what new
-    memory takes, and a hop.
+    """Returns the devices of `mesh`, all at work at once: their rate of products, their bandwidth,
+    what new memory takes, and a hop.
 
     Virtual CPU devices share the cores, so each has its share of the rates. Their memory is not
     known, and no limit here. Takes some seconds.
@@ -223,7 +223,7 @@ def measured(
 
 
 def _rate(mesh: Mesh, size: int, dtype: Any, rounds: int, times: int = 8) -> float:
-    """Operations a second of each device's products, all devices at work."""
+    """Returns the operations a second of each device's products, all devices at work."""
 
     def chain(blocks):
         matrix = blocks[0]
@@ -235,8 +235,8 @@ def _rate(mesh: Mesh, size: int, dtype: Any, rounds: int, times: int = 8) -> flo
 
 
 def _memory(mesh: Mesh, size: int, rounds: int) -> tuple[float, float]:
-    """Bytes a second that each device reads and writes, all devices at work; and seconds a byte
-    more where memory is new."""
+    """Returns the bytes a second that each device reads and writes, all devices at work; and
+    seconds a byte more where memory is new."""
     nbytes = max(2**16, 64 * 4 * size**2)  # more than the C library keeps
     x = _blocks(mesh, (nbytes // 4,), 1.0, jnp.float32)
     into = _on_all(mesh, lambda x, _: x + 1, donate_argnums=1, keep_unused=True)
@@ -253,7 +253,7 @@ def _memory(mesh: Mesh, size: int, rounds: int) -> tuple[float, float]:
 
 
 def _blocks(mesh: Mesh, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
-    """One array of `shape` on each device."""
+    """Returns one array of `shape` on each device."""
     block = np.full((1, *shape), value, dtype)
     return jax.make_array_from_callback(
         (mesh.size, *shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: block
@@ -267,7 +267,7 @@ def _on_all(mesh: Mesh, f: Callable[..., Any], **options: Any) -> Callable[..., 
 
 
 def _best(call: Callable[[], jax.Array], rounds: int) -> float:
-    """Seconds of the quickest of some calls."""
+    """Returns the seconds of the quickest of some calls."""
     jax.block_until_ready(call())
     best = math.inf
     for _ in range(rounds):

@@ -68,17 +68,17 @@ COUNTED = re.compile(
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """A jaxpr without its constants' values; JAX 0.12 knows one kind only."""
+    """Returns a jaxpr without its constants' values; JAX 0.12 knows one kind only."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
-    """All jaxprs among an equation's parameters."""
+    """Returns all jaxprs among an equation's parameters."""
     return [opened(jaxpr) for jaxpr in closed(eqn.params)]
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """All jaxprs among these parameters, in the order of `inner`, with their constants."""
+    """Returns all jaxprs among these parameters, in the order of `inner`, with their constants."""
     values = [
         item
         for value in params.values()
@@ -88,7 +88,7 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """The one jaxpr that takes an equation's operands and gives its results, as `jit`'s or
+    """Returns the one jaxpr that takes an equation's operands and gives its results, as `jit`'s or
     `checkpoint`'s; else None."""
     bodies = inner(eqn)
     fits = (
@@ -100,13 +100,13 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation does more than compute its results. To name a mesh axis, as JAX's sums
-    do, is nothing more."""
+    """Returns whether an equation does more than compute its results. To name a mesh axis, as JAX's
+    sums do, is nothing more."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Each equation of a jaxpr and of those inside."""
+    """Returns each equation of a jaxpr and of those inside."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in inner(eqn):
@@ -129,8 +129,8 @@ COLLECTIVES = frozenset(
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
-    """The axes of the collectives that an equation is, or has inside. One of this library is
-    opened, inside its map."""
+    """Returns the axes of the collectives that an equation is, or has inside. One of this library
+    is opened, inside its map."""
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
         if eqn.primitive is collective_types.linear_p
@@ -156,7 +156,7 @@ class Reach(NamedTuple):
     met: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
-        """The arguments that one of two values depends on."""
+        """Returns the arguments that one of two values depends on."""
         return Reach(*map(operator.or_, self, second))
 
 
@@ -174,8 +174,8 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """For each result of a program, what becomes of its arguments on the way; `data` says which
-    arguments meet the others.
+    """Returns for each result of a program how its arguments were used on the way; `data` says
+    which arguments meet the others.
 
     Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a
     penalty on weights is no use of them. An argument that goes into a `ppermute` counts as sent on
@@ -203,21 +203,21 @@ class Following:
     unknown: Any
 
     def constant(self, aval: Any, value: Any) -> Any:
-        """What is known of a number in the program, of the type `aval`; `value` is None where the
-        program has its type alone."""
+        """Returns the facts about a number in the program, of the type `aval`; `value` is None
+        where the program has its type alone."""
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
-        """What is known of a result of the type `aval`, of an equation that calls no function which
-        takes its operands."""
+        """Returns the facts about a result of the type `aval`, of an equation that calls no
+        function which takes its operands."""
         raise NotImplementedError
 
     def met(self, operands: Sequence[Any]) -> Any:
-        """What is known of a value that was made, or chosen, by all of these."""
+        """Returns the facts about a value that was made, or chosen, by all of these."""
         return functools.reduce(operator.or_, operands, self.unknown)
 
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """What is known of a program's results."""
+        """Returns the facts about a program's results."""
         jaxpr = opened(program)
         # An inner program that was opened has lost its constants' values; their types are left.
         numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
@@ -233,7 +233,7 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """What is known of an equation's results."""
+        """Returns the facts about an equation's results."""
         name = eqn.primitive.name
         if name == "cond":
             return self.branches(eqn, operands)
@@ -263,7 +263,7 @@ class Following:
         return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
 
     def branches(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """What is known of a conditional's results, of which each is that of one of its
+        """Returns the facts about a conditional's results, of which each is that of one of its
         branches."""
         every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
         return [
@@ -274,7 +274,7 @@ class Following:
     def loop(
         self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
     ) -> list[Any]:
-        """What is known of a loop's results, once its carries have settled."""
+        """Returns the facts about a loop's results, once its carries have settled."""
         # Each round adds something to what is known of a carry, and there are finitely many leaves
         # to add.
         while True:
@@ -298,7 +298,8 @@ class FollowingAlong(Following):
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation has a collective over the axis; what it calls is opened once."""
+        """Returns whether an equation has a collective over the axis; what it calls is opened
+        once."""
         if id(eqn) not in self._sent:
             self._sent[id(eqn)] = eqn, sent_over(eqn)
         return self.axis in self._sent[id(eqn)][1]
@@ -333,7 +334,8 @@ class _Ways(FollowingAlong):
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Of a result of these operands, each of which meets the data of the others."""
+        """Returns the fact about a result of these operands, each of which meets the data of the
+        others."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
@@ -346,8 +348,8 @@ def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants and carries; the rest it slices, one dim off
-    each.
+    """Returns how many of a scan's operands are constants and carries; the rest it slices, one dim
+    off each.
 
     The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
     """
@@ -364,23 +366,24 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def types(atoms: Sequence[Any]) -> list[Any]:
-    """The types of operands or results: each has a `dtype`, a `shape` and a `size`."""
+    """Returns the types of operands or results: each has a `dtype`, a `shape` and a `size`."""
     return [atom.aval for atom in atoms]
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number written into the program."""
+    """Returns whether an operand is a number written into the program."""
     return isinstance(atom, Literal)
 
 
 def _frames(eqn: JaxprEqn) -> Sequence[Any]:
-    """The calls that made an equation, the innermost first."""
+    """Returns the calls that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
     return traceback.frames if traceback else ()
 
 
 def source(eqn: JaxprEqn) -> str:
-    """The caller's innermost line that made an equation, "file.py:12"; else this library's."""
+    """Returns the caller's innermost line that made an equation, "file.py:12"; else this
+    library's."""
     ours = UNKNOWN
     for frame in _frames(eqn):
         name = frame.file_name
@@ -395,7 +398,8 @@ def source(eqn: JaxprEqn) -> str:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """The innermost line outside JAX that made an equation, "clipping.py:77"; "" if unknown."""
+    """Returns the innermost line outside JAX that made an equation, "clipping.py:77"; "" if
+    unknown."""
     for frame in _frames(eqn):
         name = frame.file_name
         if name.endswith(".py") and not name.startswith((_LIBRARIES[0], _STANDARD)):
@@ -404,7 +408,8 @@ def origin(eqn: JaxprEqn) -> str:
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """The file of the innermost function outside JAX that made an equation; "" if unknown."""
+    """Returns the file of the innermost function outside JAX that made an equation; "" if
+    unknown."""
     for frame in _frames(eqn):
         name = frame.file_name
         is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
@@ -414,13 +419,13 @@ def maker(eqn: JaxprEqn) -> str:
 
 
 def is_of_optax(file_name: str) -> bool:
-    """Whether a file is one of optax."""
+    """Returns whether a file is one of optax."""
     return file_name.startswith(_LIBRARIES[2])
 
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
-    """Whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of an
-    earlier call."""
+    """Returns whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of
+    an earlier call."""
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES)
 
 
@@ -435,13 +440,13 @@ def _is_callers(file_name: str) -> bool:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether an array of this type holds real or complex floating-point numbers."""
+    """Returns whether an array of this type holds real or complex floating-point numbers."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def counted_scope(name: str, *, runs: int, rounds: int) -> str:
-    """A name for the `jax.named_scope` of a loop of one trip or of none: so many trips in so many
-    rounds of the loop around it.
+    """Returns a name for the `jax.named_scope` of a loop of one trip or of none: so many trips in
+    so many rounds of the loop around it.
 
     A table says in which rounds, so the compiler does not know the number. Readers of the compiled
     program find it in this name.

@@ -38,7 +38,7 @@ def make(**sizes: int) -> Mesh: ...
 def make(  # pyright: ignore[reportInconsistentOverload]
     *, devices: Sequence[Device] | None = None, **sizes: int
 ) -> Mesh:
-    """A mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
+    """Returns a mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
     TPUs are laid so that a ring along an axis goes over single links of the torus where it can.
     Devices of several slices are taken slice by slice, so that the first axes cross the network
@@ -70,7 +70,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 
 
 def abstract(**sizes: int) -> AbstractMesh:
-    """A mesh of devices that need not exist, to trace a step over: `abstract(data=256)`.
+    """Returns a mesh of devices that need not exist, to trace a step over: `abstract(data=256)`.
 
     `plan.trace` reads such a step.
 
@@ -88,7 +88,7 @@ def abstract(**sizes: int) -> AbstractMesh:
 
 
 def _check_not_cached(devices: Sequence[Device]) -> None:
-    """Refuse CPU devices whose programs may come from JAX's compilation cache.
+    """Refuses CPU devices whose programs may come from JAX's compilation cache.
 
     A CPU program that was loaded from it runs its collectives in an order that differs between
     devices. Attention round a ring of four then hangs, or returns wrong numbers from the fifth call
@@ -128,8 +128,8 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
 def spmd(
     f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """`f` run once on every device, on its block of each argument: `jax.shard_map` for Equinox
-    trees, `check_vma=True`.
+    """Returns `f` run once on every device, on its block of each argument: `jax.shard_map` for
+    Equinox trees, `check_vma=True`.
 
     Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they
     are. Wrap the result in `eqx.filter_jit`, or, where all leaves are arrays, in `jax.jit`, which
@@ -174,8 +174,8 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """The axes over which one spec of `specs`, a tree prefix, splits the first dim of leaves with
-    unequal first dims."""
+    """Returns the axes over which one spec of `specs`, a tree prefix, splits the first dim of
+    leaves with unequal first dims."""
 
     def axes(spec, leaves):
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
@@ -185,7 +185,7 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:
-    """`mesh` with the axis types that `jax.set_mesh` gave it."""
+    """Returns `mesh` with the axis types that `jax.set_mesh` gave it."""
     context = jax.sharding.get_abstract_mesh()
     # JAX would map over the remaining axes alone, of which there are none.
     if context.manual_axes:
@@ -214,8 +214,8 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
 
 
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
-    """`arrays` as `specs` say, where Explicit axes are part of their types; `shard_map` does so
-    itself on Auto axes alone.
+    """Returns `arrays` as `specs` say, where Explicit axes are part of their types; `shard_map`
+    does so itself on Auto axes alone.
 
     On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit
     mesh on an Auto one.
@@ -232,8 +232,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
-    """`tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix) says;
-    other leaves as they are.
+    """Returns `tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix)
+    says; other leaves as they are.
 
     Raises:
         ValueError: as `spmd` does.
@@ -256,8 +256,8 @@ class Moved(NamedTuple):
 
 
 def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
-    """`tree`, whose arrays live on any devices of this process, on those of `mesh`, split as
-    `specs` (a tree prefix) says.
+    """Returns `tree`, whose arrays live on any devices of this process, on those of `mesh`, split
+    as `specs` (a tree prefix) says.
 
     It takes a model from one layout to another, of other axes or another number of devices, such as
     from training to generation, without a disk. Every number keeps its bits, and the arrays that
@@ -279,7 +279,7 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
-    """The bytes of `leaf` that the devices of `sharding` do not have of their parts."""
+    """Returns the bytes of `leaf` that the devices of `sharding` do not have of their parts."""
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
         where = (
@@ -310,12 +310,12 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where an index begins and ends in each dim."""
+    """Returns where an index begins and ends in each dim."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
 def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Refuse with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs`
+    """Refuses with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs`
     is a tree prefix.
     """
     try:
@@ -335,7 +335,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Refuse an array where the specs have None, as they do for a leaf that is none."""
+    """Refuses an array where the specs have None, as they do for a leaf that is none."""
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -350,7 +350,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
 
 
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
-    """Refuse with a `ValueError` a `spec` that does not fit one array; `rule` says in the message
+    """Refuses with a `ValueError` a `spec` that does not fit one array; `rule` says in the message
     where the spec is from.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")

@@ -38,12 +38,14 @@ LEAST = 1.0  # the smallest loss scale: a step that overflows at this one is no 
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """`tree` with its arrays of real floating-point numbers in `dtype`; all else as it is."""
+    """Returns `tree` with its arrays of real floating-point numbers in `dtype`; all else as it
+    is."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf, tree)
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """`grad` computed in `dtype`, with gradients in the types of the parameters: mixed precision.
+    """Returns `grad` computed in `dtype`, with gradients in the types of the parameters: mixed
+    precision.
 
     The parameters are cast once a call: stand outside `grads.accumulated` and
     `pipeline.value_and_grad`, whose sums are `wide` to the end, and inside `grads.averaged`, which
@@ -63,7 +65,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """`loss` times `scale`, to be differentiated: a loss function, or the head of a pipeline.
+    """Returns `loss` times `scale`, to be differentiated: a loss function, or the head of a
+    pipeline.
 
     Auxiliary values stay as they are.
     """
@@ -80,7 +83,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """`grad` of a `scaled` loss, with loss and gradients divided by `scale`, in float32 or wider.
+    """Returns `grad` of a `scaled` loss, with loss and gradients divided by `scale`, in float32 or
+    wider.
 
     Use it inside a function that looks at the size of gradients, such as `grads.clipped`.
 
@@ -138,8 +142,8 @@ class ScaledGrad:
 def adjusted(
     scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0
 ) -> Scale:
-    """The `Scale` of the next step: over `factor` after an overflow, times it after `interval`
-    steps without one.
+    """Returns the `Scale` of the next step: over `factor` after an overflow, times it after
+    `interval` steps without one.
 
     It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well,
     and the scale itself is finite.
@@ -166,7 +170,8 @@ def adjusted(
 
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """`new` where the step's gradients were finite, else `old`, leaf by leaf: a skipped step."""
+    """Returns `new` where the step's gradients were finite, else `old`, leaf by leaf: a skipped
+    step."""
 
     def chosen(new_leaf, old_leaf):
         # `where` and no `cond`: a branch would hold both trees, and could not update in place.

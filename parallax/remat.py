@@ -31,8 +31,8 @@ GATHERED = (
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
-    """`remat`, one of these functions, without `jax.checkpoint`'s barrier round what is kept: for a
-    block that a loop runs.
+    """Returns `remat`, one of these functions, without `jax.checkpoint`'s barrier round what is
+    kept: for a block that a loop runs.
 
     The barrier stops XLA from taking from the forward pass what the backward pass computes again.
     It cannot where each has a loop of its own. And behind the barrier an accelerator copies what is
@@ -47,12 +47,12 @@ def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def none(block: Callable[..., Any]) -> Callable[..., Any]:
-    """`block` as it is: all that its backward pass needs is kept."""
+    """Returns `block` as it is: all that its backward pass needs is kept."""
     return block
 
 
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`block`, which keeps all but the results gathered over devices.
+    """Returns `block`, which keeps all but the results gathered over devices.
 
     These are weights (ZeRO-3) or tokens (sequence parallelism).
     """
@@ -66,11 +66,12 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`block`, of which the products with weights are kept, and the rest is computed again."""
+    """Returns `block`, of which the products with weights are kept, and the rest is computed
+    again."""
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
 
 
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """`block`, of which its input alone is kept."""
+    """Returns `block`, of which its input alone is kept."""
     return jax.checkpoint(block, prevent_cse=prevent_cse)

@@ -32,7 +32,7 @@ from parallax.tensor import Comms
 def gather_from(
     x: Float[Array, "batch tokens_shard width"], axis: AxisLike
 ) -> Float[Array, "batch tokens width"]:
-    """`A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device.
+    """Returns `A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device.
 
     Its transpose is `reduce_scatter_to`.
 
@@ -53,7 +53,7 @@ def gather_from(
 def reduce_scatter_to(
     x: Float[Array, "batch tokens width"], axis: AxisLike
 ) -> Float[Array, "batch tokens_shard width"]:
-    """`A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device.
+    """Returns `A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device.
 
     Its transpose is `gather_from`.
 
@@ -73,7 +73,8 @@ def column(
     *,
     all_gather_matmul: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens *outputs_shard"]:
-    """A column-parallel layer: `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
+    """Returns a column-parallel layer:
+    `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
     It takes what `tensor.column` takes; with `collectives.matmul.all_gather_matmul` it multiplies
     while the tokens travel.
@@ -99,7 +100,8 @@ def row(
     *,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """A row-parallel layer: `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
+    """Returns a row-parallel layer:
+    `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
 
     It takes what `tensor.row` takes; with `collectives.matmul.matmul_reduce_scatter` it multiplies
     while the sums travel.
@@ -120,7 +122,8 @@ def row(
 
 
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
-    """`A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim `dim`.
+    """Returns `A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim
+    `dim`.
 
     Nothing moves.
 
@@ -141,7 +144,7 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """The residual stream's tokens split over `axis`.
+    """Returns the residual stream's tokens split over `axis`.
 
     Over the axes `shared`, `all_tokens` and `sum_partials` are Megatron's pair.
 
@@ -180,8 +183,8 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """`comms` whose layers multiply while the tokens travel: `collectives.matmul`, which sends to
-    both neighbours at once.
+    """Returns `comms` whose layers multiply while the tokens travel: `collectives.matmul`, which
+    sends to both neighbours at once.
 
     Along the layers the tokens are moved by its hops, whatever the algorithm of `axis`; around
     them, by `axis` itself.

@@ -24,7 +24,8 @@ class Split(NamedTuple):
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
-    """The dims of the leaf at `path` that `axis` splits, each with those of the axes that do.
+    """Returns the dims of the leaf at `path` that `axis` splits, each with those of the axes that
+    do.
 
     Raises:
         ValueError: a dim is split over `axis` and, inside that, over another axis.
@@ -49,12 +50,12 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
 
 
 def names_of(splits: Sequence[Split]) -> set[str]:
-    """The names of all axes of these splits."""
+    """Returns the names of all axes of these splits."""
     return {name for split in splits for name in types.axes(split.axis.names)}
 
 
 def take(x: Array, splits: Sequence[Split]) -> Array:
-    """This device's shard of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
+    """Returns this device's shard of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
     for dim, axis in splits:
         size = x.shape[dim] // axis.size()
         x = lax.dynamic_slice_in_dim(x, axis.index() * size, size, dim)
@@ -62,7 +63,7 @@ def take(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def gather(x: Array, splits: Sequence[Split]) -> Array:
-    """The whole leaf, declared the same on all devices: `A[I_X] -> A[I]`."""
+    """Returns the whole leaf, declared the same on all devices: `A[I_X] -> A[I]`."""
     for dim, axis in splits:
         # Each device gathers the same blocks in the same order, so the results are equal bit for
         # bit.
@@ -71,7 +72,7 @@ def gather(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
-    """The sum over devices, of which each keeps its shard: `A[I] {U_X} -> A[I_X]`.
+    """Returns the sum over devices, of which each keeps its shard: `A[I] {U_X} -> A[I_X]`.
 
     The sum is taken, and returned, in float32 or wider; without splits, `x` comes back as it is.
     """
@@ -83,8 +84,8 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def runs_over(axis: Axis) -> bool:
-    """Whether this code runs inside a map over `axis`, on blocks, and not outside, on global
-    arrays."""
+    """Returns whether this code runs inside a map over `axis`, on blocks, and not outside, on
+    global arrays."""
     # JAX has no public question for it: an axis that is not bound raises NameError.
     try:
         lax.axis_size(axis.names)

@@ -108,7 +108,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def is_on() -> bool:
-    """Whether a record is being made."""
+    """Returns whether a record is being made."""
     return _RECORDER.get() is not None
 
 
@@ -119,8 +119,8 @@ def tap(
     *,
     places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """`x`. While a record is made, it and its cotangent are reported as `path`; otherwise this
-    costs nothing.
+    """Returns `x`. While a record is made, it and its cotangent are reported as `path`; otherwise
+    this costs nothing.
 
     Args:
         x: a value of the model: on each device, its block.
@@ -151,8 +151,8 @@ def tap_tree(
     loops: int = 0,
     way: str = FORWARD,
 ) -> Any:
-    """`tree` with a tap at each array of floating-point numbers, named by `path` and its place in
-    the tree.
+    """Returns `tree` with a tap at each array of floating-point numbers, named by `path` and its
+    place in the tree.
 
     Args:
         tree: any.
@@ -200,19 +200,19 @@ def at(**tags: Any) -> Iterator[None]:
 
 
 def numbered(count: int) -> Int[Array, " count"] | None:
-    """The numbers of microbatches, for a loop that says them to `at`; None while no record is
-    made."""
+    """Returns the numbers of microbatches, for a loop that says them to `at`; None while no record
+    is made."""
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
 def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """The number of a microbatch where there is a job, and otherwise -1; None while no record is
-    made."""
+    """Returns the number of a microbatch where there is a job, and otherwise -1; None while no
+    record is made."""
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """An entry of a spec as a tuple of axes."""
+    """Returns an entry of a spec as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -259,7 +259,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
-    """`x`, which is reported; a tap of a tangent waits for its transpose."""
+    """Returns `x`, which is reported; a tap of a tangent waits for its transpose."""
     if way != LINEAR:
         _keep(mark, way, recorder, x, *others)
     return x
@@ -268,7 +268,7 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """The same in a compiled program, which calls back to Python.
+    """Returns the same in a compiled program, which calls back to Python.
 
     The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's
     arrays of them first; to read one of those waits for a thread, and where the callbacks of other

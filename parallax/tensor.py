@@ -77,8 +77,8 @@ class Comms(NamedTuple):
 
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Megatron's pair over `axis`, all tokens on every device; `all_tokens` and `sum_partials` are
-    over the axes `shared` too.
+    """Returns Megatron's pair over `axis`, all tokens on every device; `all_tokens` and
+    `sum_partials` are over the axes `shared` too.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
     return Comms(
@@ -95,7 +95,7 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
 
 def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """`x`, whose uses differ between the devices of `axis` from here on: Megatron's f.
+    """Returns `x`, whose uses differ between the devices of `axis` from here on: Megatron's f.
 
     Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its
     transpose is `reduce_from`.
@@ -117,7 +117,7 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
 
 
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """The sum of the devices' partial results, on all of them: Megatron's g.
+    """Returns the sum of the devices' partial results, on all of them: Megatron's g.
 
     One all-reduce forward; backward the cotangent as it is. Its transpose is `copy_to`.
 
@@ -142,7 +142,7 @@ def column(
     bias: Float[Array, "*outputs_shard"] | None,
     axis: AxisLike,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
-    """A column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
+    """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
     One all-reduce of `x`'s size backward.
 
@@ -168,7 +168,7 @@ def row(
     bias: Float[Array, " outputs"] | None,
     axis: AxisLike,
 ) -> Float[Array, "... outputs"]:
-    """A row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
+    """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
     One all-reduce of the result's size forward.
 
@@ -207,8 +207,8 @@ class ColumnLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs"], *, key: Any = None
     ) -> Float[Array, "*batch outputs_shard"]:
-        """`column` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError`
-        as `column` does.
+        """Returns `column` of one vector or of many; `key` is ignored, as in Equinox. Raises
+        `ValueError` as `column` does.
         """
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
         return column(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -233,8 +233,8 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """`row` of one vector or of many; `key` is ignored, as in Equinox. Raises `ValueError` as
-        `row` does.
+        """Returns `row` of one vector or of many; `key` is ignored, as in Equinox. Raises
+        `ValueError` as `row` does.
         """
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -259,7 +259,8 @@ class Embedding(eqx.Module):
     def __call__(
         self, ids: Integer[Array, "*batch"], *, key: Any = None
     ) -> Float[Array, "*batch width"]:
-        """The rows `ids`; `key` is ignored, as in Equinox. An id outside the table gives nan.
+        """Returns the rows `ids`; `key` is ignored, as in Equinox. An id outside the table gives
+        nan.
 
         Raises:
             ValueError: the table's rows are not split over the axis.
@@ -279,8 +280,8 @@ class Embedding(eqx.Module):
 
 
 def rule(model: PyTree) -> Rule:
-    """The rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over its
-    axis, and knows no other leaf.
+    """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over
+    its axis, and knows no other leaf.
 
     `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be
     `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims before the last two of a weight are
@@ -313,7 +314,7 @@ def rule(model: PyTree) -> Rule:
 
 
 def _check_attention(model: PyTree) -> None:
-    """Raise `ValueError` where an `eqx.nn.MultiheadAttention` has a split projection."""
+    """Raises `ValueError` where an `eqx.nn.MultiheadAttention` has a split projection."""
 
     def is_attention(node):
         return isinstance(node, eqx.nn.MultiheadAttention)
@@ -333,7 +334,8 @@ def _check_attention(model: PyTree) -> None:
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
-    """Raise `ValueError` unless dim `split` of the weight, and no other, is that of this device."""
+    """Raises `ValueError` unless dim `split` of the weight, and no other, is that of this
+    device."""
     # Equinox's static fields keep the whole sizes, so that a weight which was not split, or split
     # along the other dim, is refused where its shape alone would fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
@@ -353,7 +355,7 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
 
 
 def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
-    """`layer`, which brings its own bias."""
+    """Returns `layer`, which brings its own bias."""
     if bias is not None:
         raise ValueError(
             f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of "
@@ -365,7 +367,7 @@ def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
 def check_column(
     name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raise `ValueError` where a column-parallel layer's weight does not take all inputs."""
+    """Raises `ValueError` where a column-parallel layer's weight does not take all inputs."""
     if weight.shape[:1] != inputs:
         raise ValueError(
             f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
@@ -378,7 +380,7 @@ def check_column(
 def check_row(
     name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raise `ValueError` where a row-parallel layer's weight does not take the inputs of this
+    """Raises `ValueError` where a row-parallel layer's weight does not take the inputs of this
     device, or is not split.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1
@@ -406,7 +408,8 @@ def embed(
     weights: Shaped[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch width"]:
-    """The rows `ids` of a table whose rows are split over `axis`: `W[V_X, D], ids[B] -> [B, D]`.
+    """Returns the rows `ids` of a table whose rows are split over `axis`:
+    `W[V_X, D], ids[B] -> [B, D]`.
 
     `embed_partial`, and one all-reduce of the result.
     """
@@ -423,7 +426,7 @@ def embed_partial(
     weights: Shaped[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch width"]:
-    """This device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
+    """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
 
     Each device looks up the rows it holds and gives zeros for the others. An id outside the
     vocabulary gives nan, on every device, unless its weight is 0: then zeros. No row gets a
@@ -460,7 +463,7 @@ def cross_entropy(
     weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """-log softmax(logits)[targets] in nats, for logits split over `axis`, which are never
+    """Returns -log softmax(logits)[targets] in nats, for logits split over `axis`, which are never
     gathered.
 
     What moves is one maximum (`lax.pmax`) and two sums a position, in one all-reduce. Rows from
@@ -504,7 +507,7 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Where each id is among this device's rows, and whether it is there at all."""
+    """Returns where each id is among this device's rows, and whether it is there at all."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
@@ -515,10 +518,11 @@ def _held(ids, rows: int, axis: Axis):
 
 
 def _outside(ids, vocabulary: int):
-    """Whether each id is outside the vocabulary, by its own type: int32 may have no room for it."""
+    """Returns whether each id is outside the vocabulary, by its own type: int32 may have no room
+    for it."""
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 
 def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`y + bias`, with the dims of `bias` the last ones of `y`."""
+    """Returns `y + bias`, with the dims of `bias` the last ones of `y`."""
     return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))

@@ -30,8 +30,8 @@ Cut = tuple[tuple[int, ...], ...]
 
 
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or v6e's
-    has.
+    """Returns whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or
+    v6e's has.
     """
     if flat:
         return tuple(size == 16 for size in sizes)
@@ -39,9 +39,8 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 
 
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """`devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the order
-    given, which for GPUs is machine
-    by machine, so that the last axes stay inside one.
+    """Returns `devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the
+    order given, which for GPUs is machine by machine, so that the last axes stay inside one.
 
     Devices of several slices are taken slice by slice, so that the first axes cross the network.
     TPUs that fill no box keep the order given too.
@@ -67,7 +66,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`count` slices as factors of the first axes; of fewer, where these have no such factors."""
+    """Returns `count` slices as factors of the first axes; of fewer, where these have no such
+    factors."""
     found = []
     for size in sizes:
         found.append(math.gcd(count, size))
@@ -105,7 +105,8 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
 def hops(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> list[float]:
-    """The links that a hop of a ring along each axis takes in the mean; of an axis of one device 1.
+    """Returns the links that a hop of a ring along each axis takes in the mean; of an axis of one
+    device 1.
 
     Arguments as of `places`.
     """
@@ -123,7 +124,8 @@ def hops(
 def coordinates(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """The chip's coordinates and the core of each device of a mesh: shape [*sizes, dims + 1].
+    """Returns the chip's coordinates and the core of each device of a mesh: shape [*sizes, dims +
+    1].
 
     Args:
         box: chips along each dim of the torus.
@@ -155,7 +157,7 @@ def coordinates(
 def _laid(
     cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Where each point of the mesh is, with these paths through these cuts."""
+    """Returns where each point of the mesh is, with these paths through these cuts."""
     found = np.zeros((*sizes, len(cut)), int)
     for dim, pieces in enumerate(cut):
         digits = []
@@ -169,13 +171,13 @@ def _laid(
 
 
 def _links(size: int, ring: bool) -> np.ndarray:
-    """The links between each two places of a dim."""
+    """Returns the links between each two places of a dim."""
     apart = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
     return np.minimum(apart, size - apart) if ring else apart
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Each way to cut the dims of a box so that the pieces of an axis multiply to its size:
+    """Returns each way to cut the dims of a box so that the pieces of an axis multiply to its size:
     `cut[dim][axis]`.
     """
     if not box:
@@ -190,7 +192,7 @@ def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
 
 
 def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Each way to write `size` as a product of divisors of `limits`."""
+    """Returns each way to write `size` as a product of divisors of `limits`."""
     if not limits:
         if size == 1:
             yield ()
@@ -203,8 +205,8 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """The ways to lay pieces along a dim: the place of each combination of digits, an array of
-    shape `pieces`.
+    """Returns the ways to lay pieces along a dim: the place of each combination of digits, an array
+    of shape `pieces`.
 
     Any axis may be the innermost, and every other inner stretch may run backward, so that the ends
     of two stretches meet.
@@ -225,15 +227,15 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """The box of an axis, without the dims that it has no piece of."""
+    """Returns the box of an axis, without the dims that it has no piece of."""
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
 
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """The mean links of a hop along an axis: by path, and by the way each dim's pieces are laid (1
-    long where it is all one).
+    """Returns the mean links of a hop along an axis: by path, and by the way each dim's pieces are
+    laid (1 long where it is all one).
     """
     sides, used = _sides(axis, cut), 0
     found = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
@@ -255,8 +257,8 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """How often each path steps from one place of a side to another, over its length: [paths,
-    sides, longest, longest].
+    """Returns how often each path steps from one place of a side to another, over its length:
+    [paths, sides, longest, longest].
     """
     paths = _paths(sides)
     found = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -269,8 +271,8 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Paths through all points of a box, each of shape [points, sides], from whose last point the
-    ring goes back to the first.
+    """Returns paths through all points of a box, each of shape [points, sides], from whose last
+    point the ring goes back to the first.
     """
     found = []
     for order in itertools.permutations(range(len(sides))):
@@ -299,7 +301,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
-    """All points of a box, each one step from the one before."""
+    """Returns all points of a box, each one step from the one before."""
     points: list[tuple[int, ...]] = [()]
     for size in sides:
         points = [

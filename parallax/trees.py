@@ -16,30 +16,30 @@ AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over 
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes. Python
-    numbers stay static."""
+    """Returns whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes.
+    Python numbers stay static."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf can be trained: arrays of real or complex floating-point numbers, and their
-    shapes."""
+    """Returns whether a leaf can be trained: arrays of real or complex floating-point numbers, and
+    their shapes."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_spec(leaf: Any) -> bool:
-    """Whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an
+    """Returns whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an
     `is_leaf`)."""
     return isinstance(leaf, PartitionSpec)
 
 
 def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
-    """The `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
+    """Returns the `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
-    """Each spec of a tree, by its dotted path.
+    """Returns each spec of a tree, by its dotted path.
 
     Raises:
         ValueError: two specs have one path.
@@ -59,7 +59,7 @@ RENAME = (
 
 
 def twice(paths: Sequence[str]) -> list[str]:
-    """The paths that several leaves have."""
+    """Returns the paths that several leaves have."""
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
@@ -68,7 +68,7 @@ class SpecsByPath(dict[str, PartitionSpec]):
     list of rules."""
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """The spec of the path, or None."""
+        """Returns the spec of the path, or None."""
         return self.get(path)
 
     def __repr__(self) -> str:
@@ -81,17 +81,18 @@ UNEVEN_AXES = jax.make_user_context(frozenset())
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
+    """Returns the axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """A pytree path as `blocks.attention.qkv.weight`."""
+    """Returns a pytree path as `blocks.attention.qkv.weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
 def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """The index of the parameter that an array of an optimizer's state belongs to, if to any.
+    """Returns the index of the parameter that an array of an optimizer's state belongs to, if to
+    any.
 
     It is the longest of `paths` that `path` ends with.
     """

@@ -8,7 +8,7 @@ from parallax.commands.options import add_command, layout_of, model, use_cpus
 
 
 def add_checks(commands: Any) -> None:
-    """Add both commands and their options."""
+    """Adds both commands and their options."""
     add_command(
         commands,
         "compare",
@@ -34,7 +34,7 @@ def add_checks(commands: Any) -> None:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Return the predictions beside the compiled step.
+    """Returns the predictions beside the compiled step.
 
     Raises:
         ValueError: the layout does not fit, or the model is no GPT-2.
@@ -75,7 +75,7 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def first_difference(options: argparse.Namespace) -> str:
-    """Return the first value of a layout's step that differs from one device, or from a record.
+    """Returns the first value of a layout's step that differs from one device, or from a record.
 
     Raises:
         ValueError: the layout does not fit, or the record or its folder does not exist.

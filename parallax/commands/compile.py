@@ -15,7 +15,7 @@ from parallax.commands.options import (
 
 
 def add_compile(commands: Any) -> None:
-    """Add the command and its options."""
+    """Adds the command and its options."""
     command = add_command(
         commands,
         "compile",
@@ -36,7 +36,7 @@ def add_compile(commands: Any) -> None:
 
 
 def compile_for(options: argparse.Namespace) -> str:
-    """Return the report of a step that is compiled for `--target`.
+    """Returns the report of a step that is compiled for `--target`.
 
     Raises:
         ValueError: the layout does not fit the model or the machine, or the step does not fit the
@@ -74,7 +74,7 @@ def compile_for(options: argparse.Namespace) -> str:
 
 
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return the training step on the devices of `target`, and the shapes of its arguments."""
+    """Returns the training step on the devices of `target`, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
 

@@ -47,7 +47,7 @@ def add_command(
     model: str = "small",
     batch: int = 16,
 ) -> argparse.ArgumentParser:
-    """Add a command with the options of all commands that build a model; return its parser."""
+    """Adds a command with the options of all commands that build a model; returns its parser."""
     command = commands.add_parser(name, help=words, description=words, formatter_class=Help)
     command.set_defaults(run=run)
     add = command.add_argument
@@ -77,7 +77,7 @@ def add_command(
 
 
 def add_island_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of islands to a command."""
+    """Adds the options of islands to a command."""
     add = command.add_argument
     add(
         "--islands",
@@ -96,7 +96,7 @@ def add_island_options(command: argparse.ArgumentParser) -> None:
 
 
 def use_cpus(devices: int) -> None:
-    """Make JAX run on `devices` virtual CPU devices."""
+    """Makes JAX run on `devices` virtual CPU devices."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -104,7 +104,7 @@ def use_cpus(devices: int) -> None:
 
 
 def model(options: argparse.Namespace) -> Model:
-    """Return the model of `--model`, with `--context` and `--layers`.
+    """Returns the model of `--model`, with `--context` and `--layers`.
 
     Raises:
         ValueError: a size is below 1.
@@ -131,7 +131,7 @@ def model(options: argparse.Namespace) -> Model:
 
 
 def chip_of(options: argparse.Namespace) -> Any:
-    """Return the `Hardware` of `--hardware`. Raises `ValueError` for an unknown chip."""
+    """Returns the `Hardware` of `--hardware`. Raises `ValueError` for an unknown chip."""
     from parallax import hardware
 
     try:
@@ -146,7 +146,7 @@ def chip_of(options: argparse.Namespace) -> Any:
 def layout_of(
     options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
 ) -> Any:
-    """Return the `Layout` of `--layout`, if it fits.
+    """Returns the `Layout` of `--layout`, if it fits.
 
     Raises:
         ValueError: it does not fit. The message proposes flags that do, but no size in `fixed`.
@@ -167,12 +167,12 @@ def _flag_or_field(name: str, value: Any) -> str:
 
 
 def flag(name: str, value: Any) -> str:
-    """Return a field of the layout as a flag."""
+    """Returns a field of the layout as a flag."""
     return f"--{name} {value}"
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Return flags for a change of the layout's fields."""
+    """Returns flags for a change of the layout's fields."""
     return " ".join(flag(name, value) for name, value in change.items())
 
 

@@ -17,7 +17,7 @@ from parallax.commands.options import (
 
 
 def add_plan(commands: Any) -> None:
-    """Add the command and its options."""
+    """Adds the command and its options."""
     command = add_command(
         commands,
         "plan",
@@ -77,7 +77,7 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return the plan of one layout, of the best layouts, or of a step in a file.
+    """Returns the plan of one layout, of the best layouts, or of a step in a file.
 
     Raises:
         ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Return the best layouts of `--devices`, and the plan of the first.
+    """Returns the best layouts of `--devices`, and the plan of the first.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.
@@ -147,7 +147,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def plan_of_a_file(options: argparse.Namespace) -> str:
-    """Return the plan of a step in a user's file, from its trace.
+    """Returns the plan of a step in a user's file, from its trace.
 
     Raises:
         ValueError: the file or the mesh is missing, or `user_files.read` refuses the file.
@@ -170,7 +170,7 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
 
 
 def failures(options: argparse.Namespace, devices: int) -> str:
-    """Return the best interval between checkpoints, or nothing without a rate of failures.
+    """Returns the best interval between checkpoints, or nothing without a rate of failures.
 
     Raises:
         ValueError: the rate is negative.

@@ -49,7 +49,8 @@ class Entry(NamedTuple):
 
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
-    """The collectives of a compiled program or of its text: an entry for each kind and set of axes.
+    """Returns the collectives of a compiled program or of its text: an entry for each kind and set
+    of axes.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -75,14 +76,14 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
 
 
 def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute") -> int:
-    """The length of the longest chain of collectives of one kind, along any axes, in which each waits
-    for the one before."""
+    """Returns the length of the longest chain of collectives of one kind, along any axes, in which
+    each waits for the one before."""
     program = hlo.module(compiled)
     return int(_chain(program, program.entry, lambda instruction: instruction.collective, {})[kind])
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """The entries as text: a line for each, in columns."""
+    """Returns the entries as text: a line for each, in columns."""
     rows = [["axes", "kind", "count", "bytes", "hops", ""]]
     for entry in entries:
         numbers = [f"{number:,}" for number in (entry.count, entry.bytes, entry.hops)]
@@ -103,7 +104,7 @@ def differences(
     entries: Sequence[Entry],
     predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry],
 ) -> list[str]:
-    """The differences between the program and the prediction, a sentence each.
+    """Returns the differences between the program and the prediction, a sentence each.
 
     Entries in a conditional or in a loop of unknown length always give a sentence.
 
@@ -155,8 +156,8 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """A sentence for each number (bytes, count, hops) that differs from its prediction. A predicted
-    None is not compared."""
+    """Returns a sentence for each number (bytes, count, hops) that differs from its prediction. A
+    predicted None is not compared."""
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
     if predicted is None:
@@ -235,7 +236,7 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """The longest chains in one instruction: itself, or the computations that it runs."""
+    """Returns the longest chains in one instruction: itself, or the computations that it runs."""
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []
@@ -251,7 +252,7 @@ def _longest(chains: Sequence[Counter]) -> Counter:
 
 
 def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh of `shape` along which the devices of a group lie."""
+    """Returns the axes of a mesh of `shape` along which the devices of a group lie."""
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
     largest = max(int(group.max()) for group in groups)

@@ -35,7 +35,7 @@ class Costly(NamedTuple):
 def instructions(
     compiled: jax.stages.Compiled | str, chip: Hardware, *, cores: int = 1
 ) -> list[Costly]:
-    """All instructions that take time, the most expensive first.
+    """Returns all instructions that take time, the most expensive first.
 
     A loop of unknown length counts as one trip.
 
@@ -65,7 +65,7 @@ def instructions(
 
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
-    """The first instructions as text, each with its share of the sum of all."""
+    """Returns the first instructions as text, each with its share of the sum of all."""
     total = sum(instruction.seconds for instruction in expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:

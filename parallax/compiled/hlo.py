@@ -167,12 +167,13 @@ class Run(NamedTuple):
 
 
 def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
-    """The collectives of `f`, compiled for `arguments` (arrays or their shapes)."""
+    """Returns the collectives of `f`, compiled for `arguments` (arrays or their shapes)."""
     return parse(jax.jit(f).lower(*arguments).compile())
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """The collectives of a compiled program or of its text, each repeated as often as it runs.
+    """Returns the collectives of a compiled program or of its text, each repeated as often as it
+    runs.
 
     Raises:
         ValueError: a collective stands in a loop of unknown length.
@@ -190,7 +191,7 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
 
 
 def module(compiled: jax.stages.Compiled | str) -> Module:
-    """The instructions of a compiled program or of its text."""
+    """Returns the instructions of a compiled program or of its text."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
@@ -210,7 +211,7 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
 
 
 def _instruction(name: str, definition: str) -> Instruction:
-    """The instruction of a line `name = definition`."""
+    """Returns the instruction of a line `name = definition`."""
     if definition.startswith("("):
         result, call = _closed(definition)
     else:
@@ -225,7 +226,8 @@ def _instruction(name: str, definition: str) -> Instruction:
 
 
 def runs(program: Module) -> Iterator[Run]:
-    """The collectives of a program, in the order of its text, from all branches of conditionals."""
+    """Returns the collectives of a program, in the order of its text, from all branches of
+    conditionals."""
 
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
@@ -243,8 +245,8 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Pairs of a loop that holds collectives and a later collective (or such a loop) that may run
-    before the first has ended.
+    """Returns pairs of a loop that holds collectives and a later collective (or such a loop) that
+    may run before the first has ended.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
     still run the loop. Collectives of the two can then meet in one rendezvous: "Id can't be larger
@@ -273,7 +275,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 
 
 def _iota(text: str) -> np.ndarray:
-    """The device numbers of `[4,2]<=[2,2,2]T(0,2,1)`, `[groups, devices]`.
+    """Returns the device numbers of `[4,2]<=[2,2,2]T(0,2,1)`, `[groups, devices]`.
 
     0, 1, ... fill the shape on the right, are transposed, and take the shape on the left. Without
     `<=`, they fill the one shape that is there and are transposed.
@@ -290,8 +292,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _named(text: str) -> np.ndarray:
-    """The device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`, `[groups,
-    devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
+    """Returns the device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`,
+    `[groups, devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
 
     `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2.
     """
@@ -319,7 +321,7 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """The text inside the bracket that opens `text`, and the text after it."""
+    """Returns the text inside the bracket that opens `text`, and the text after it."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -329,7 +331,7 @@ def _closed(text: str) -> tuple[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """`text` split at the commas outside of all brackets."""
+    """Returns `text` split at the commas outside of all brackets."""
     pieces, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -345,6 +347,6 @@ def _names(text: str) -> list[str]:
 
 
 def bits(dtype: str) -> int:
-    """The bits of one number of the type that XLA calls `dtype`."""
+    """Returns the bits of one number of the type that XLA calls `dtype`."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8  # a pred is a byte

@@ -43,11 +43,12 @@ class Machine(NamedTuple):
     closed: tuple[bool, ...] = ()
 
     def kind(self, source: int, target: int) -> str:
-        """What joins two devices: "link", or "network" between slices or machines."""
+        """Returns the kind of connection of two devices: "link", or "network" between slices or
+        machines."""
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """The links from one device to another, one after another."""
+        """Returns the links from one device to another, one after another."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
@@ -66,8 +67,8 @@ class Machine(NamedTuple):
         return links
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
-        """The seconds that each link is busy with these bytes, and the seconds that the longest
-        path adds."""
+        """Returns the seconds that each link is busy with these bytes, and the seconds that the
+        longest path adds."""
         busy: dict[Link, float] = {}
         longest = 0.0
         for (source, target), size in flows.items():
@@ -87,8 +88,8 @@ def torus(
     coordinates: Sequence[Sequence[int]],
     groups: Sequence[int] | None = None,
 ) -> Machine:
-    """TPUs: chips at these coordinates, in slices `groups`; devices with equal coordinates are
-    cores of one chip."""
+    """Describes TPUs: chips at these coordinates, in slices `groups`; devices with equal
+    coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
@@ -99,7 +100,8 @@ def torus(
 
 
 def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
-    """GPUs: machines of so many, each device with one port to its switch and one to the network."""
+    """Describes GPUs: machines of so many, each device with one port to its switch and one to the
+    network."""
     return Machine(
         hardware,
         tuple((k,) for k in range(devices)),
@@ -108,8 +110,8 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
 
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
-    """The links that a hop of a ring along each of a mesh's axes takes, in the mean: 1 where all
-    hops go to neighbours.
+    """Returns the links that a hop of a ring along each of a mesh's axes takes, in the mean: 1
+    where all hops go to neighbours.
 
     It is less where devices share a chip, and of a switch it is 2: a port out and a port in.
     """
@@ -122,8 +124,8 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """The bytes that a collective sends between devices, and how many rounds of messages one after
-    another it takes.
+    """Returns the bytes that a collective sends between devices, and how many rounds of messages
+    one after another it takes.
 
     A permute is its pairs. What XLA's runtime does for the others is not in the text: rings are
     assumed, in both directions for gathers, scatters and sums, and a message to each device for an
@@ -155,8 +157,8 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
 
 
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
-    """Bytes that all devices together send in a program, by what joins sender and receiver: "link"
-    or "network"."""
+    """Returns the bytes that all devices together send in a program, by what joins sender and
+    receiver: "link" or "network"."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     found: Counter[str] = Counter()

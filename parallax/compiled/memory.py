@@ -7,8 +7,8 @@ import jax
 
 
 def of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes on a device: arguments, results that take no argument's place, temporaries, and their
-    sum.
+    """Returns the bytes on a device: arguments, results that take no argument's place, temporaries,
+    and their sum.
 
     The program itself is counted too where it lies in the device's memory (TPU).
     """

@@ -1,4 +1,5 @@
-"""A compiled program on one screen: its memory, its collectives, its estimated time and its waits."""
+"""A compiled program on one screen: its memory, its collectives, its estimated time and its
+waits."""
 
 from collections.abc import Mapping
 
@@ -12,7 +13,7 @@ LINES = 5  # the most source lines that the table lists
 def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
-    """The program as text.
+    """Returns the program as text.
 
     Args:
         program: the result of `targets.compile`.
@@ -43,7 +44,7 @@ def table(
 
 
 def held(memory: Mapping[str, int], limit: float) -> str:
-    """The bytes on one device, and whether they fit, as text."""
+    """Returns the bytes on one device, and whether they fit, as text."""
     lines = [f"  {name:<12} {size / 1e6:>12,.1f} MB" for name, size in memory.items()]
     fits = "fits" if memory["peak"] <= limit else "does not fit"
     return "\n".join(
@@ -56,7 +57,8 @@ def held(memory: Mapping[str, int], limit: float) -> str:
 
 
 def estimate(timeline: Timeline, peak: float | None = None) -> str:
-    """The estimate of a replay as text: seconds, exposed messages by axes, and the lines that wait.
+    """Returns the estimate of a replay as text: seconds, exposed messages by axes, and the lines
+    that wait.
 
     Args:
         timeline: the replay.
@@ -75,7 +77,8 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
         if speed != 1.0:
             exposed = seconds - timeline.compute
             lines.append(
-                f"  links {speed:g} x: {_ms(seconds)}, exposed {_ms(exposed)} ({exposed / seconds:.1%})"
+                f"  links {speed:g} x: {_ms(seconds)}, exposed {_ms(exposed)} "
+                f"({exposed / seconds:.1%})"
             )
     lines += [
         f"  exposed along {axes}: {_ms(seconds)}"

@@ -36,7 +36,7 @@ class Costs:
         self.known: dict[str, float] = {}
 
     def of(self, line: hlo.Instruction) -> float:
-        """The seconds of one run of the instruction."""
+        """Returns the seconds of one run of the instruction."""
         if line.name not in self.known:
             self.known[line.name] = self._estimate(line)
         return self.known[line.name]
@@ -51,8 +51,8 @@ class Costs:
         if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
             return 0.0
         if self.hardware.clock:
-            # A TPU's compiler estimates no cycles for copies, nor for instructions on a few numbers,
-            # which are free here.
+            # A TPU's compiler estimates no cycles for copies, nor for instructions on a few
+            # numbers, which are free here.
             copies = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
         return self._over_rates(self.operations(line), self.traffic(line))
@@ -65,12 +65,12 @@ class Costs:
         return float(self.cores * max(seconds_of_operations, seconds_of_traffic))
 
     def operations(self, line: hlo.Instruction) -> float:
-        """The floating-point operations of the matrix products in an instruction."""
+        """Returns the floating-point operations of the matrix products in an instruction."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         return self._product(line) + float(sum(map(self.operations, inner)))
 
     def _product(self, line: hlo.Instruction) -> float:
-        """The operations of one product: two for each term of each sum."""
+        """Returns the operations of one product: two for each term of each sum."""
         contracted = CONTRACTED.search(line.attributes)
         left = self.lines.get(line.operands[0]) if line.operands else None
         is_product = line.opcode == "dot" or (line.opcode == "custom-call" and contracted)
@@ -84,7 +84,7 @@ class Costs:
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
-        """The bytes that an instruction reads and writes."""
+        """Returns the bytes that an instruction reads and writes."""
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
         if line.opcode == "dynamic-update-slice":
@@ -96,13 +96,14 @@ class Costs:
         return self._written(line) + sum(self._read(parameter, fused) for parameter in parameters)
 
     def _fused(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """The instructions of a fusion; of anything else, none."""
+        """Returns the instructions of a fusion; of anything else, none."""
         if line.opcode != "fusion" or not line.called:
             return []
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """The bytes of the result; of an array that is updated in place, those of the update."""
+        """Returns the bytes of the result; of an array that is updated in place, those of the
+        update."""
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
         for inner in self._fused(line):
@@ -111,7 +112,7 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """The bytes of a fusion's parameter that are read."""
+        """Returns the bytes of a fusion's parameter that are read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))
@@ -124,12 +125,13 @@ class Costs:
 
 
 def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
-    """Whether `user` writes into the array `parameter` in place, and reads nothing of it."""
+    """Returns whether `user` writes into the array `parameter` in place, and reads nothing of
+    it."""
     return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
 
 
 def nbytes(result: str) -> int:
-    """The bytes of a type in a program's text; of a tuple, the sum over its arrays."""
+    """Returns the bytes of a type in a program's text; of a tuple, the sum over its arrays."""
     bits = ((hlo.bits(dtype), dims) for dtype, dims in hlo.ARRAY.findall(result))
     return sum(size * math.prod(int(k) for k in dims.split(",") if k) // 8 for size, dims in bits)
 

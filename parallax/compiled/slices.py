@@ -3,7 +3,8 @@
 A program for several slices is written for one of them. A collective between slices is a pair of
 `send` and `recv` with the devices at both ends, slices counted from one: `100003->200003` goes from
 device 3 of the first slice to device 3 of the second. This module replaces each pair by the
-collective that it stands for, over the devices of all slices. Other modules need not know of slices.
+collective that it stands for, over the devices of all slices. Other modules need not know of
+slices.
 """
 
 import re
@@ -18,7 +19,8 @@ GRID = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 
 
 def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]]:
-    """The computations, with each message between slices as a "collective-permute" or "all-reduce".
+    """Returns the computations, with each message between slices as a "collective-permute" or
+    "all-reduce".
 
     Args:
         computations: the instructions of each computation.
@@ -48,7 +50,8 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
 
 
 def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
-    """A `recv` or `recv-done` as the start or end of its collective; any other line as it is."""
+    """Returns a `recv` or `recv-done` as the start or end of its collective; any other line as it
+    is."""
     if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
         start = starts[line.operands[0]]
         return line._replace(opcode=start.opcode.replace("-start", "-done"))
@@ -56,7 +59,8 @@ def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
 
 
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
-    """A `recv` as the start of its collective, which waits for the operands of its `send`."""
+    """Returns a `recv` as the start of its collective, which waits for the operands of its
+    `send`."""
     array = line.result.split(", u32[]", 1)[0]
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands

@@ -11,7 +11,8 @@ OF_COLLECTIVES = "/parallax/collectives/"
 
 
 def read(text: str) -> Callable[[str], str]:
-    """A function from an instruction's attributes to "file:line", or "" if the text does not tell.
+    """Returns a function from an instruction's attributes to "file:line", or "" if the text does
+    not tell.
 
     The line is the innermost one outside of the package's collectives: the caller of a ring, not
     the ring's own hop.
@@ -45,7 +46,8 @@ def read(text: str) -> Callable[[str], str]:
 
 
 def _outside(frame: str, frames: dict[str, tuple[str, str]]) -> str:
-    """The innermost line of a stack outside of the collectives; its first line if all are inside."""
+    """Returns the innermost line of a stack outside of the collectives; its first line if all are
+    inside."""
     first, _ = frames.get(frame, ("", ""))
     while frame in frames:
         line, frame = frames[frame]

@@ -27,8 +27,8 @@ from parallax.compiled.certificate import Entry
 from parallax.hardware import KNOWN, Hardware
 
 MACHINE = 8  # GPUs behind one switch
-# What compilers need to know of a GPU beside its rates: version of its instructions, cores, units of
-# a core, shared memory of a core and of a block, cache, clock in GHz, name.
+# What compilers need to know of a GPU beside its rates: version of its instructions, cores, units
+# of a core, shared memory of a core and of a block, cache, clock in GHz, name.
 GPUS = {
     "a100": (8, 0, 108, 64, 167936, 166912, 41943040, 1.41, "NVIDIA A100-SXM4-80GB"),
     "h100": (9, 0, 132, 128, 233472, 232448, 52428800, 1.98, "NVIDIA H100 80GB HBM3"),
@@ -64,7 +64,7 @@ class Target(NamedTuple):
         return self.hardware.memory / self.cores
 
     def machine(self, mesh: Mesh) -> links.Machine:
-        """The links between the devices of a mesh, in the mesh's order."""
+        """Returns the links between the devices of a mesh, in the mesh's order."""
         devices = list(mesh.devices.flat)
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
@@ -102,21 +102,22 @@ class Program(NamedTuple):
         return self.memory["peak"] <= self.target.memory
 
     def certificate(self) -> list[Entry]:
-        """The program's collectives by axes of the mesh."""
+        """Returns the program's collectives by axes of the mesh."""
         return certificate.read(self.text, self.mesh)
 
     def by_link(self) -> dict[str, int]:
-        """The bytes that all devices together send, by kind of link: "link" inside a slice or
-        machine, "network" between them."""
+        """Returns the bytes that all devices together send, by kind of link: "link" inside a slice
+        or machine, "network" between them."""
         return links.by_kind(self.text, self.target.machine(self.mesh))
 
     def timeline(self) -> timeline.Timeline:
-        """The program's estimated time."""
+        """Returns the program's estimated time."""
         return timeline.of(self.text, self.target.machine(self.mesh), dict(self.mesh.shape))
 
 
 def target(name: str) -> Target:
-    """The devices of a machine by name: a TPU topology, slices of it, or GPUs in machines of eight.
+    """Returns the devices of a machine by name: a TPU topology, slices of it, or GPUs in machines
+    of eight.
 
     Raises:
         ValueError: the name is unknown, or the compiler refuses the size.
@@ -154,7 +155,7 @@ def target(name: str) -> Target:
 
 
 def compile(train: Any, *shapes: Any, target: Target) -> Program:
-    """`train` compiled for `target`.
+    """Returns `train` compiled for `target`.
 
     Args:
         train: a function under `jax.jit`, or anything with `lower(*shapes)`.
@@ -209,7 +210,8 @@ def quiet() -> Iterator[None]:
 
 
 def gpu_text(chip: str) -> str:
-    """The description of a GPU for XLA's compiler: the fields of a `GpuTargetConfigProto`."""
+    """Returns the description of a GPU for XLA's compiler: the fields of a
+    `GpuTargetConfigProto`."""
     major, minor, cores, units, near, near_optin, cache, clock, name = GPUS[chip]
     hardware = CHIPS[chip]
     info: Mapping[str, Any] = {

@@ -78,7 +78,7 @@ class Timeline(NamedTuple):
 def of(
     compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mapping[str, int]
 ) -> Timeline:
-    """The replay of a program that was compiled for `machine`.
+    """Returns the replay of a program that was compiled for `machine`.
 
     Args:
         compiled: the program, or its text.
@@ -131,13 +131,13 @@ def check_backend(text: str, platform: str) -> None:
 
 
 def _body(loop: hlo.Instruction) -> str:
-    """The name of a loop's body."""
+    """Returns the name of a loop's body."""
     called = dict(hlo.CALLED.findall(loop.attributes))
     return called["body"].strip("%, ")
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """The trips of a loop in this run of it.
+    """Returns the trips of a loop in this run of it.
 
     A loop with a mean of less than one trip (`Instruction.counted`) runs whenever its sum has
     reached the next whole trip.
@@ -186,7 +186,7 @@ class _Replay:
         events: list[Event] | None = None,
         waits: Counter | None = None,
     ) -> float:
-        """The seconds of the program with links of `speed`; `math.inf` makes messages free.
+        """Returns the seconds of the program with links of `speed`; `math.inf` makes messages free.
 
         Args:
             speed: a factor on the links' speed.
@@ -244,7 +244,8 @@ class _Replay:
             state.now = until
 
     def _collectives(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """The instruction itself if it is a collective, else the collectives fused into it."""
+        """Returns the instruction itself if it is a collective, else the collectives fused into
+        it."""
         if line.collective:
             return [line]
         if line.name not in self.inside:
@@ -261,7 +262,7 @@ class _Replay:
         return self.known[line.name]
 
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
-        """The time at which a message that begins now has arrived."""
+        """Returns the time at which a message that begins now has arrived."""
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
             return state.now

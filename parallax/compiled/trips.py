@@ -56,7 +56,8 @@ class Computations(NamedTuple):
     roots: Mapping[str, str]
 
     def value(self, where: str, name: str, arguments: Sequence[Any] | None = None) -> Any:
-        """The value of an instruction: a `Number`, a `Compared`, the `State`, or None for all else.
+        """Returns the value of an instruction: a `Number`, a `Compared`, the `State`, or None for
+        all else.
 
         Without `arguments` the computation is a loop's condition or body, whose parameter is the
         state.
@@ -90,7 +91,7 @@ class Computations(NamedTuple):
         return value
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
-        """The value of a `get-tuple-element` of the tuple `whole`."""
+        """Returns the value of a `get-tuple-element` of the tuple `whole`."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -100,8 +101,8 @@ class Computations(NamedTuple):
         return self.value(where, tuple_line.operands[int(index[1])], arguments)
 
     def trips(self, where: str, loop: Any) -> int:
-        """The trips of `loop`, which stands in the computation `where`; 0 if the text does not
-        tell."""
+        """Returns the trips of `loop`, which stands in the computation `where`; 0 if the text does
+        not tell."""
         names = dict(re.findall(r"\b(condition|body)=%([\w.-]+)", loop.attributes))
         if len(names) < 2 or not loop.operands:
             return 0
@@ -115,8 +116,8 @@ class Computations(NamedTuple):
         return _turns(test.direction, left[0] - right[0], left[1] - right[1])
 
     def _course(self, where: str, loop: Any, body: str, side: Number) -> tuple[int, int] | None:
-        """The value of one side of the comparison before the first trip, and how much each trip
-        adds to it; None if the text does not tell."""
+        """Returns the value of one side of the comparison before the first trip, and how much each
+        trip adds to it; None if the text does not tell."""
         if side.element is None:
             return side.plus, 0
         before, after = self.lines[where].get(loop.operands[0]), self.lines[body][self.roots[body]]
@@ -132,7 +133,7 @@ class Computations(NamedTuple):
 
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The computations, with the trips of each loop whose text does not state them."""
+    """Returns the computations, with the trips of each loop whose text does not state them."""
     program = Computations(
         {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
     )
@@ -167,8 +168,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """The trips while `first + t step` is below 0 (LT), at most 0 (LE), and so on; 0 for a loop that
-    would not end."""
+    """Returns the trips while `first + t step` is below 0 (LT), at most 0 (LE), and so on; 0 for a
+    loop that would not end."""
     if direction in ("GT", "GE"):
         direction, first, step = MIRRORED[direction], -first, -step
     if direction == "NE":

@@ -108,7 +108,8 @@ MOST_TOKENS = 4096  # of which tables [tokens, tokens] are computed where chunks
 def check_kernel(
     forward: Callable[..., Any], q: Any, chunks: int, devices: int, *, causal: bool
 ) -> None:
-    """Raise `ValueError` where a kernel's scores depend on distances between tokens: a window, ALiBi.
+    """Raises `ValueError` where a kernel's scores depend on distances between tokens: a window,
+    ALiBi.
 
     `attention` calls a kernel on one chunk of the tokens and does not tell its place. The kernel is
     traced on one head, and the tables [T, T] that it makes of counts alone are computed. One that
@@ -138,8 +139,8 @@ def check_kernel(
 
 
 def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """The arrays that a program makes without its arguments and combines with them, of which two
-    dims are `tokens`; each as [tokens, tokens, other]."""
+    """Returns the arrays that a program makes without its arguments and combines with them, of
+    which two dims are `tokens`; each as [tokens, tokens, other]."""
     jaxpr = program.jaxpr
     varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
@@ -175,7 +176,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
 
 
 def _is_causal(table: np.ndarray) -> bool:
-    """Whether a table [T, T, other] is constant on each side of its diagonal."""
+    """Returns whether a table [T, T, other] is constant on each side of its diagonal."""
 
     def is_constant(pairs):
         return bool((pairs == pairs[:1]).all())

@@ -63,7 +63,7 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
 
 
 def _gather(x: Array, axis: Axis) -> Array:
-    """`A[B, T_X] -> A[B, T]`, typed as varying; its transpose is a reduce-scatter."""
+    """Returns `A[B, T_X] -> A[B, T]`, typed as varying; its transpose is a reduce-scatter."""
 
     def forward(x):
         return axis.all_gather(x, axis=1, tiled=True)

@@ -20,7 +20,7 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Device i holds chunks i and 2n - 1 - i of 2n, so that all devices have equal work.
+    """Gives device i the chunks i and 2n - 1 - i of 2n, so that all devices have equal work.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -28,7 +28,7 @@ def zigzag(n: int) -> list[list[int]]:
 
 
 def contiguous(n: int) -> list[list[int]]:
-    """Device i holds chunk i of n. Causal attention then computes twice what it needs."""
+    """Gives device i chunk i of n. Causal attention then computes twice what it needs."""
     return [[i] for i in range(n)]
 
 

@@ -31,8 +31,8 @@ def batch(
     length: SupportsIndex,
     rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
-    """The `rows` of the global batch at `step`: `size` windows of `length` inputs and the token
-    after them.
+    """Returns the `rows` of the global batch at `step`: `size` windows of `length` inputs and the
+    token after them.
 
     Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows that share
     one token with the next, and deals each window once: window w is `tokens[o + w * length :][:
@@ -83,7 +83,7 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Where the windows at these places of an epoch's order begin in the text."""
+    """Returns where the windows at these places of an epoch's order begin in the text."""
     # Raw counter values: NumPy promises them for good, and its `permutation` only until it finds a
     # faster one.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
@@ -94,8 +94,8 @@ def _starts(
 def permuted(
     places: Int64[np.ndarray, "n"], count: int, keys: Sequence[np.uint64]
 ) -> Int64[np.ndarray, "n"]:
-    """The numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose, in O(1)
-    memory.
+    """Returns the numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose,
+    in O(1) memory.
 
     A Feistel network permutes the numbers of 2h bits, of which there are fewer than 4 `count`. A
     result outside goes through the network again until it is inside (cycle walking: Black and
@@ -109,8 +109,8 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """A permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes one
-    into the other."""
+    """Returns a permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes
+    one into the other."""
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
     for key in keys:
@@ -119,8 +119,8 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on each bit of `x` (splitmix64: Steele, Lea and Flood
-    2014)."""
+    """Returns a number each of whose bits depends on each bit of `x` (splitmix64: Steele, Lea and
+    Flood 2014)."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
@@ -133,8 +133,8 @@ def held_out_batches(
     length: SupportsIndex,
     limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
-    """The text's windows in order, `size` at a time, at most `limit` batches: the same for every
-    evaluation.
+    """Returns the text's windows in order, `size` at a time, at most `limit` batches: the same for
+    every evaluation.
 
     Each token but the first is a target once. Windows at the end that do not fill a batch are left
     out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, a size

@@ -31,7 +31,7 @@ class Damaged(ValueError):
 
 
 def hasher() -> Any:
-    """An empty hash, with `update` and `hexdigest`. Raises `ImportError` without the extra
+    """Returns an empty hash, with `update` and `hexdigest`. Raises `ImportError` without the extra
     `data`."""
     try:
         from xxhash import xxh3_128
@@ -44,14 +44,14 @@ def hasher() -> Any:
 
 
 def hashed(content: Any) -> str:
-    """The hash of some bytes, in 32 hexadecimal digits."""
+    """Returns the hash of some bytes, in 32 hexadecimal digits."""
     digest = hasher()
     digest.update(content)
     return digest.hexdigest()
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Store a record of JSON values at `path`, sealed; the file appears whole or not at all, and
+    """Stores a record of JSON values at `path`, sealed; the file appears whole or not at all, and
     outlives a power cut.
 
     Raises `ValueError` for a record that `read` would refuse, since it is too large.
@@ -75,8 +75,8 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record that `write` stored at `path`, an object of JSON. What is in it is for the caller
-    to check, by `need`.
+    """Returns the record that `write` stored at `path`, an object of JSON. What is in it is for the
+    caller to check, by `need`.
 
     Raises `Damaged` where the file is missing, a bit of it has changed, it is no regular file of
     `disk.LARGEST` bytes at most, or it holds no such object.
@@ -104,7 +104,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def need(condition: object, place: object, what: str, value: object) -> None:
-    """Refuse with `Damaged` a value of a manifest that is not what was needed at `place`, a path
+    """Refuses with `Damaged` a value of a manifest that is not what was needed at `place`, a path
     and perhaps the name in it."""
     if not condition:
         shown = (
@@ -119,8 +119,8 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 
 
 def files(path: Path, value: Any) -> dict[str, list]:
-    """The `files` of a manifest at `path`, as `hashes` returned them: one or more, each inside the
-    manifest's folder.
+    """Returns the `files` of a manifest at `path`, as `hashes` returned them: one or more, each
+    inside the manifest's folder.
 
     Raises `Damaged` for anything else.
     """
@@ -145,12 +145,12 @@ def files(path: Path, value: Any) -> dict[str, list]:
 
 
 def is_hash(value: Any) -> bool:
-    """Whether a JSON value is a hash in hexadecimal digits."""
+    """Returns whether a JSON value is a hash in hexadecimal digits."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
-    """Refuse a record, read at `path`, whose `format` is not this number.
+    """Refuses a record, read at `path`, whose `format` is not this number.
 
     Raises `Damaged` for a value that is no number, and another `ValueError` for another number.
     """
@@ -164,7 +164,8 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """The `[size in bytes, hash]` of each named file in `folder`, after it has reached the disk."""
+    """Returns the `[size in bytes, hash]` of each named file in `folder`, after it has reached the
+    disk."""
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _size_and_hash(folder / name, sync=True), names)
@@ -172,7 +173,7 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuse with `Damaged` any file in `folder` with other bytes than `hashes` found."""
+    """Refuses with `Damaged` any file in `folder` with other bytes than `hashes` found."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
         for (name, (_, stored)), digest in zip(files.items(), found, strict=True):
@@ -184,7 +185,7 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuse with `Damaged` any file in `folder` that is missing or of another size than `hashes`
+    """Refuses with `Damaged` any file in `folder` that is missing or of another size than `hashes`
     found."""
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
@@ -208,7 +209,7 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Refuse with `Damaged` a file `among` those of `folder` that the manifest does not list."""
+    """Refuses with `Damaged` a file `among` those of `folder` that the manifest does not list."""
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
             raise Damaged(

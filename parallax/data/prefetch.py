@@ -26,8 +26,8 @@ def placed(
     size: SupportsIndex,
     length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
-    """`data.batch` as one array over all processes' devices, of which each process reads the rows
-    of its own devices alone.
+    """Returns `data.batch` as one array over all processes' devices, of which each process reads
+    the rows of its own devices alone.
 
     Args:
         tokens: as for `data.batch`; the same in every process.

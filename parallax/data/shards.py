@@ -71,7 +71,7 @@ def write(
     vocabulary: SupportsIndex,
     shard_tokens: SupportsIndex = 1 << 27,
 ) -> None:
-    """Store the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the
+    """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the
     last is shorter).
 
     Holds one shard and one piece in memory. The manifest is written last: a folder whose writing
@@ -109,8 +109,8 @@ def read(
     processes: SupportsIndex = 1,
     check_bytes: bool = True,
 ) -> Shards:
-    """The shards that `write` stored in `folder`, checked: all sizes, and the bytes of every
-    `processes`-th one from `rank` on.
+    """Returns the shards that `write` stored in `folder`, checked: all sizes, and the bytes of
+    every `processes`-th one from `rank` on.
 
     So the processes of a job together check every byte once before step 0 and one process alone
     checks all. A run that is restarted may pass `check_bytes=False`, and read no byte twice.
@@ -146,7 +146,8 @@ def read(
 
 
 def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
-    """The `tokens` of the manifest at `path`: how many each file holds, as its size says."""
+    """Returns the `tokens` of the manifest at `path`: how many each file holds, as its size
+    says."""
     well_formed = (
         isinstance(value, dict)
         and value.keys() == files.keys()
@@ -165,7 +166,7 @@ def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> d
 
 
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
-    """The pieces, joined and cut into arrays of `size`."""
+    """Returns the pieces, joined and cut into arrays of `size`."""
     waiting, count = [], 0
     for piece in pieces:
         waiting.append(piece)

@@ -112,7 +112,7 @@ class File:
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fill `into` with the tokens from place `first` on, as far as the file has them."""
+        """Fills `into` with the tokens from place `first` on, as far as the file has them."""
         left, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while left:
             got = os.preadv(descriptor, [left], at)
@@ -122,6 +122,6 @@ class File:
 
 
 def state_of(file: int | Path) -> State:
-    """The state of a file, open or not."""
+    """Returns the state of a file, open or not."""
     status = os.stat(file)
     return State(status.st_size, status.st_mtime_ns)

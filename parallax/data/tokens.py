@@ -33,16 +33,16 @@ class Source(Protocol):
     """Tokens that `batch` can read: an array, a `token_file.File`, or `shards.Shards`."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns how many there are."""
         ...
 
     def __getitem__(self, places: np.ndarray, /) -> np.ndarray:
-        """The tokens at these places."""
+        """Returns the tokens at these places."""
         ...
 
 
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
-    """Store `tokens` at `path`, and their record at `record_of(path)`.
+    """Stores `tokens` at `path`, and their record at `record_of(path)`.
 
     Each file appears whole or not at all. The record is written last, and an older one is removed
     before the tokens appear: a record never stands beside tokens of another vocabulary.
@@ -63,7 +63,7 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
 def store(
     path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None
 ) -> list:
-    """Write the tokens without a record; returns their `[size in bytes, hash]`.
+    """Writes the tokens without a record; returns their `[size in bytes, hash]`.
 
     `before` is called once the tokens are on the disk, before the file has its name.
     """
@@ -87,7 +87,7 @@ def store(
 def read(
     path: str | os.PathLike[str], *, vocabulary: SupportsIndex, check_bytes: bool = True
 ) -> File:
-    """The tokens stored at `path`, read when they are indexed.
+    """Returns the tokens stored at `path`, read when they are indexed.
 
     A file without a record, written by another program, is read as tokens of V.
 
@@ -125,12 +125,12 @@ def read(
 
 
 def opened(path: Path, item: np.dtype, count: int) -> File:
-    """The first `count` tokens of the file at `path`, unchecked."""
+    """Returns the first `count` tokens of the file at `path`, unchecked."""
     return File(path, item, range(count), state_of(path))
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Read `file` once, and refuse bytes of another hash, and numbers that are no token of V.
+    """Reads `file` once, and refuses bytes of another hash, and numbers that are no token of V.
 
     Without a stored hash nothing says how many bytes a token has. Then a file in which every second
     number is 0 is refused: it holds tokens of four bytes. So is one in which every second number is
@@ -163,7 +163,7 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """`(train, held_out)`: views of the first tokens and of the last `held_out` of them, a
+    """Returns `(train, held_out)`: views of the first tokens and of the last `held_out` of them, a
     fraction.
 
     The cut is at one place in the text, so that no held-out sentence has neighbours in training.
@@ -179,13 +179,13 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
 
 
 def record_of(path: Path) -> Path:
-    """Where the record of the token file at `path` is."""
+    """Returns where the record of the token file at `path` is."""
     return path.with_name(f"{path.name}.json")
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """The type of a stored token: two bytes, or four where V > 65,536. Raises `ValueError` for an
-    impossible V."""
+    """Returns the type of a stored token: two bytes, or four where V > 65,536. Raises `ValueError`
+    for an impossible V."""
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
         raise ValueError(
@@ -196,7 +196,7 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 
 
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
-    """Refuse with a `ValueError` numbers that are no tokens of the vocabulary.
+    """Refuses with a `ValueError` numbers that are no tokens of the vocabulary.
 
     `where` begins the message, and `first` is the index of the first token.
     """
@@ -218,13 +218,13 @@ def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: i
 
 
 def header(vocabulary: int) -> dict[str, Any]:
-    """The first entries of records, and of the manifests of `shards`."""
+    """Returns the first entries of records, and of the manifests of `shards`."""
     dtype = stored_as(vocabulary).name
     return {"format": FORMAT, "vocabulary": vocabulary, "dtype": dtype}
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Refuse with a `ValueError` a record whose `tokens` are of another format, vocabulary or
+    """Refuses with a `ValueError` a record whose `tokens` are of another format, vocabulary or
     type."""
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
@@ -241,7 +241,7 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
 
 
 def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
-    """The hash in the record of the file at `path`; None where there is no record."""
+    """Returns the hash in the record of the file at `path`; None where there is no record."""
     place = record_of(path)
     if not place.exists():
         return None

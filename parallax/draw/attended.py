@@ -7,7 +7,7 @@ from parallax.draw import canvas
 
 
 def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str:
-    """The hop in which `context.attention` computes each block of scores, as a table.
+    """Returns the hop in which `context.attention` computes each block of scores, as a table.
 
     A row is a chunk of queries, with the device that holds it; a column is a chunk of keys. In hop
     0 each device uses its own keys. With a `path`, also draws the same square there: a colour for

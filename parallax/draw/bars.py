@@ -15,7 +15,8 @@ def bytes_by_kind(
     *,
     counted: str = "on a device",
 ) -> str:
-    """The bytes of each kind and their sum, as a table with a column for each of the `plans`.
+    """Returns the bytes of each kind and their sum, as a table with a column for each of the
+    `plans`.
 
     With a `path`, also draws a picture there: a stacked bar for each plan.
 
@@ -42,7 +43,8 @@ def traffic(
     sent: Mapping[str, Number] | Mapping[tuple[str, ...], Number] | Sequence[Entry],
     path: canvas.Path | None = None,
 ) -> str:
-    """The bytes that a device sends in a step along each axis, or set of axes, the most first.
+    """Returns the bytes that a device sends in a step along each axis, or set of axes, the most
+    first.
 
     With a `path`, also draws a picture there: a bar for each.
 

@@ -13,7 +13,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def figure(width: float, height: float) -> Any:
-    """A matplotlib figure of this size in inches, independent of `pyplot` and its backends.
+    """Returns a matplotlib figure of this size in inches, independent of `pyplot` and its backends.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -26,7 +26,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(picture: Any, path: Path) -> None:
-    """Write a figure to `path`, a PNG, SVG or PDF file. Equal figures give equal SVG files."""
+    """Writes a figure to `path`, a PNG, SVG or PDF file. Equal figures give equal SVG files."""
     from matplotlib import rc_context
 
     # A fixed salt and no date make the file depend on the figure alone; "none" keeps text as text.
@@ -36,12 +36,12 @@ def save(picture: Any, path: Path) -> None:
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Remove the lines round a panel: those at `sides`, or all."""
+    """Removes the lines round a panel: those at `sides`, or all."""
     axes.spines[list(sides) or ["top", "right", "bottom", "left"]].set_visible(False)
 
 
 def colour(k: int, count: int) -> Any:
-    """Colour k of `count`: from a short list, or from a colour map where there are more."""
+    """Returns colour k of `count`: from a short list, or from a colour map where there are more."""
     if count <= len(COLOURS):
         return COLOURS[k]
     from matplotlib import colormaps
@@ -50,7 +50,7 @@ def colour(k: int, count: int) -> Any:
 
 
 def ink(background: Any) -> str:
-    """Black or white, whichever is readable on `background`."""
+    """Returns black or white, whichever is readable on `background`."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(background)
@@ -58,7 +58,7 @@ def ink(background: Any) -> str:
 
 
 def label(axes: Any, x: int | float, y: int | float, text: str, **options: Any) -> None:
-    """Write small text that is centred at a point."""
+    """Writes small text that is centred at a point."""
     axes.text(x, y, text, **{"ha": "center", "va": "center", "size": 8} | options)
 
 
@@ -68,7 +68,8 @@ def grid(
     rows: Sequence[str],
     columns: Sequence[str],
 ) -> None:
-    """Draw a table of squares, each with its colour and its text, and name its rows and columns."""
+    """Draws a table of squares, each with its colour and its text, and names its rows and
+    columns."""
     for (row, column), (background, text) in cells.items():
         corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
         axes.fill(*corners, facecolor=background, edgecolor="white", linewidth=1.2)
@@ -81,13 +82,14 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """The bytes of the unit in which `largest` is written, and the unit."""
+    """Returns the bytes of the unit in which `largest` is written, and the unit."""
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows as lines of aligned text: the first `left` columns flush left, the others right."""
+    """Returns rows as lines of aligned text: the first `left` columns flush left, the others
+    right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
 
 
 def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Path]]) -> None:
-    """Write a page with a heading for each section and its parts below, in order.
+    """Writes a page with a heading for each section and its parts below, in order.
 
     Args:
         path: the HTML file to write.

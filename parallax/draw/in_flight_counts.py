@@ -18,7 +18,7 @@ def in_flight(
     backward: Cost | None = None,
     weight: Cost = 1,
 ) -> str:
-    """The microbatches whose residuals each stage holds in lockstep: the most and the mean.
+    """Returns the microbatches whose residuals each stage holds in lockstep: the most and the mean.
 
     Residuals are held from the start of the forward job to the end of the last gradient's; those of
     one of v chunks count 1/v. With a `path`, also draws a panel for each stage there, as wide as
@@ -55,7 +55,7 @@ def in_flight(
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
-    """The microbatches that one stage holds, from time 0 on."""
+    """Returns the microbatches that one stage holds, from time 0 on."""
     last_lane = list(schedule.lanes)[-1]
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]

@@ -9,7 +9,7 @@ from parallax.draw import canvas
 
 
 def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
-    """The number of each device as a table: the last axis in columns, the others in rows.
+    """Returns the number of each device as a table: the last axis in columns, the others in rows.
 
     With a `path`, also draws a picture there, with a panel for each index of the first axes.
 

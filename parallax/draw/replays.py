@@ -34,7 +34,7 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
 
 
 def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write a trace for Perfetto, with a thread for computing and one for each set of axes."""
+    """Writes a trace for Perfetto, with a thread for computing and one for each set of axes."""
     events: list[dict] = []
     for k, (row, spans) in enumerate(_rows(timeline.events).items()):
         thread = {"pid": 0, "tid": k}
@@ -55,7 +55,7 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """The share of each part of the time in which any of the events runs."""
+    """Returns the share of each part of the time in which any of the events runs."""
     busy, until = np.zeros(WIDTH), 0.0
     edges = np.linspace(0.0, end, WIDTH + 1)
     for event in sorted(events, key=lambda event: event.start):

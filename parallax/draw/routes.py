@@ -10,7 +10,8 @@ from parallax.draw import canvas
 
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
-    """A table as text: for each round the blocks that every device sends, and those it then holds.
+    """Returns a table as text: for each round the blocks that every device sends, and those it then
+    holds.
 
     A block is named by its offset, in row-major order of the box: block 3 belongs to the device 3
     further on. The numbers after a block list the devices summed into it, by how far they lie
@@ -52,7 +53,8 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """The moves of round r: the number of the message, and the block's offset before and after."""
+    """Returns the moves of round r: the number of the message, and the block's offset before and
+    after."""
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
         for k, (step, offsets) in enumerate(table.rounds[r].items())
@@ -61,7 +63,8 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 
 
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
-    """The blocks that a device holds at first and after each round, each with the devices in it."""
+    """Returns the blocks that a device holds at first and after each round, each with the devices
+    in it."""
     numbers = [table.device_number(offset) for offset in table.points()]
     blocks = {number: {number} for number in numbers}
     yield blocks
@@ -90,14 +93,15 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Consecutive rounds with messages of the same steps; rounds without a message are left out."""
+    """Returns consecutive rounds with messages of the same steps; rounds without a message are left
+    out."""
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
         yield list(rounds)
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draw the devices and the messages of the first of some rounds, which have equal messages."""
+    """Draws the devices and the messages of the first of some rounds, which have equal messages."""
     angles = [2 * math.pi * device / table.n for device in range(table.n)]
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]
     sends = table.rounds[rounds[0]]

@@ -18,7 +18,7 @@ POINT = 0.075  # the width in inches of a digit of size 8
 def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
-    """One line of sizes, makespan, bubble and the most microbatches in flight."""
+    """Returns one line of sizes, makespan, bubble and the most microbatches in flight."""
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
@@ -31,7 +31,7 @@ def summary(
 
 
 def text(schedule: Schedule) -> str:
-    """The tables as text: a column for each tick, and a line for each lane of each stage.
+    """Returns the tables as text: a column for each tick, and a line for each lane of each stage.
 
     A cell is a microbatch (with chunks, microbatch.chunk) or a dot. The second line names the lanes
     that run anywhere in a tick; where it changes, a new phase begins.
@@ -63,7 +63,7 @@ def timeline(
     weight: Cost = 1,
     title: str = "",
 ) -> None:
-    """Draw stages by time to `path` (PNG, SVG or PDF): jobs coloured by lane and shaded by chunk.
+    """Draws stages by time to `path` (PNG, SVG or PDF): jobs coloured by lane and shaded by chunk.
 
     A box holds its microbatch's number where there is room. The bubble stays grey. The right margin
     gives the most microbatches that each stage holds. Jobs run in lockstep. `title` stands before
@@ -113,7 +113,8 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """The inches that a picture's time needs so that the shortest job has room for its number."""
+    """Returns the inches that a picture's time needs so that the shortest job has room for its
+    number."""
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
 
@@ -131,7 +132,7 @@ def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
 
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The lane's colour, paler from chunk to chunk."""
+    """Returns the lane's colour, paler from chunk to chunk."""
     pale = 0.6 * chunk / max(chunks - 1, 1)
     red, green, blue = (channel + (1 - channel) * pale for channel in COLOURS[lane])
     return red, green, blue

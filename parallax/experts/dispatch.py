@@ -105,7 +105,7 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """(n - 1) T D each way."""
+        """Returns (n - 1) T D each way."""
         rows = (n - 1) * tokens
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize
@@ -172,7 +172,7 @@ class exchanged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """(n - 1) C D each way; with a capacity of 1, k (n - 1)/n T D."""
+        """Returns (n - 1) C D each way; with a capacity of 1, k (n - 1)/n T D."""
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         return BytesSent(rows * width * itemsize, rows * width * itemsize, rows * 4)
 

@@ -53,7 +53,8 @@ IslandStep = Callable[
 
 
 def outer_nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
-    """The outer optimizer of DiLoCo: SGD with Nesterov's momentum, with the rates of the paper."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov's momentum, with the rates of the
+    paper."""
     return optax.sgd(rate, momentum=momentum, nesterov=True)
 
 
@@ -351,7 +352,7 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 
 
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
-    """Refuse a train step that works along the axis of the islands."""
+    """Refuses a train step that works along the axis of the islands."""
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(

@@ -83,7 +83,7 @@ def init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> tuple[State, State]:
-    """The state of islands that all begin as `state`, and its specs.
+    """Returns the state of islands that all begin as `state`, and its specs.
 
     No device holds more than its islands' blocks.
 

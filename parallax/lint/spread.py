@@ -120,7 +120,7 @@ class _Operation:
         return self._without(inputs[0], self.params["dimensions"])
 
     def _unstacked(self, inputs: Sequence[Value]) -> list[Value]:
-        """A value for each element of a dim: newer versions of JAX unpack an array so."""
+        """Returns a value for each element of a dim: newer versions of JAX unpack an array so."""
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
@@ -136,7 +136,7 @@ class _Operation:
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in pairs]
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
-        """A slice that begins at `starts`, which is remembered for split dims."""
+        """Follows a slice that begins at `starts`, which is remembered for split dims."""
         dims = list(self._dims(value))
         for i, start in starts.items():
             if self.avals[0].shape[i] != shape[i] and dims[i].split:
@@ -146,13 +146,14 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
-        """An operation along some dims: of dims that change their size, only the rows are kept."""
+        """Follows an operation along some dims: of dims that change their size, only the rows are
+        kept."""
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """The values joined element for element, with the terms that all of them are."""
+        """Returns the values joined element for element, with the terms that all of them are."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -173,7 +174,8 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Rows of a table: the dims of the rows' numbers, and those of a row."""
+        """Follows a lookup of rows in a table: the dims of the rows' numbers, and those of a
+        row."""
         table, ids = inputs
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -192,7 +194,7 @@ class _Operation:
     # Operations that join values
 
     def _together(self, dims: Sequence[Dim]) -> Dim:
-        """A dim along which values are joined, element for element."""
+        """Follows a dim along which values are joined, element for element."""
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
         by_source = {part.source: part for part in parts}
@@ -208,7 +210,7 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """An elementwise operation."""
+        """Follows an elementwise operation."""
         rank = len(self.shapes[0])
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
         if not given:  # a scalar chose between constants
@@ -238,7 +240,8 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """An elementwise operation's result as a term; None if it is followed no further."""
+        """Returns an elementwise operation's result as a term; None if it is followed no
+        further."""
         name = self.node.name
         known = [value for value in inputs if value.dims is not None and not value.constant]
         with_term = [value for value in known if axis in dict(value.terms)]
@@ -265,7 +268,7 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """The axes by whose size a product or quotient is scaled."""
+        """Returns the axes by whose size a product or quotient is scaled."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
@@ -361,7 +364,7 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """The dims and terms of a collective's result."""
+    """Returns the dims and terms of a collective's result."""
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
     axes = frozenset(sent.axes)
@@ -376,7 +379,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Whether a dim of `value` is split over `axis`, and the same dim of no value with a term is.
+    """Returns whether a dim of `value` is split over `axis`, and the same dim of no value with a
+    term is.
 
     The terms were reduced over that dim.
     """
@@ -395,7 +399,8 @@ def _new_dims(shape: tuple[int, ...]) -> Value:
 def _regrouped(
     dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Dim, ...]:
-    """Dims after a reshape: the outermost part of a split dim is split, the others lie within."""
+    """Returns the dims after a reshape: the outermost part of a split dim is split, the others lie
+    within."""
     regrouped: list[Dim] = []
     i = 0
     while len(regrouped) < len(after):
@@ -415,7 +420,7 @@ def _regrouped(
 
 
 def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
-    """`count` dims in the place of `dims`, whose sizes have the same product."""
+    """Returns `count` dims in the place of `dims`, whose sizes have the same product."""
     if len(dims) == count == 1:
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)

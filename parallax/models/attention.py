@@ -19,7 +19,8 @@ def grouped(
     sharers: int | None = None,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
+    """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
+    wider.
 
     Query head h attends to the keys and values of head h // (H / G): neighbours share theirs. With
     G = H it is attention as Vaswani et al. have it, with G = 1 multi-query attention. It holds

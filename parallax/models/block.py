@@ -62,7 +62,8 @@ def apply(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> tuple[Float[Array, "batch tokens_shard width"], Any]:
-    """The residual stream after a block, and the auxiliary value of its feed-forward, or None.
+    """Returns the residual stream after a block, and the auxiliary value of its feed-forward, or
+    None.
 
     Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or
     their halves.

@@ -37,7 +37,7 @@ class Checked(NamedTuple):
     config: Any
 
     def whole(self, *fields: str, least: int = 1, most: int = LARGEST) -> None:
-        """Whole numbers from `least` to `most`."""
+        """Checks that these fields are whole numbers from `least` to `most`."""
         for field in fields:
             value = getattr(self.config, field)
             needs = f"{self.name} needs {field}"
@@ -54,7 +54,7 @@ class Checked(NamedTuple):
             object.__setattr__(self.config, field, number)
 
     def real(self, *fields: str, bound: Bound) -> None:
-        """Real numbers within a bound."""
+        """Checks that these fields are real numbers within a bound."""
         for field in fields:
             value = getattr(self.config, field)
             try:
@@ -66,7 +66,7 @@ class Checked(NamedTuple):
             object.__setattr__(self.config, field, number)
 
     def divides(self, size: str, parts: str) -> None:
-        """The field `parts` divides the field `size`."""
+        """Checks that the field `parts` divides the field `size`."""
         total, number = getattr(self.config, size), getattr(self.config, parts)
         if total % number:
             raise ValueError(
@@ -76,6 +76,6 @@ class Checked(NamedTuple):
 
 
 def divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is not above `most`."""
+    """Returns the largest divisor of `number` that is not above `most`."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)

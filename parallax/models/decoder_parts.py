@@ -65,7 +65,7 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """The `loss`, and the auxiliary values of the blocks, [L, ...] each, or None.
+    """Returns the `loss`, and the auxiliary values of the blocks, [L, ...] each, or None.
 
     Arguments and errors are those of `loss`.
     """
@@ -91,8 +91,8 @@ def loss(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats per token, of each token after the first in `batch`'s windows
-    of T + 1 tokens; auxiliary losses of the blocks are added.
+    """Returns the mean cross-entropy, in nats per token, of each token after the first in `batch`'s
+    windows of T + 1 tokens; auxiliary losses of the blocks are added.
 
     With `context.comms`, the mean over this device's tokens.
 
@@ -139,7 +139,7 @@ def logits(
     *,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits after each token, of a whole model on one device, without dropout.
+    """Returns the logits after each token, of a whole model on one device, without dropout.
 
     `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes
     those after it nan.
@@ -164,7 +164,7 @@ def stages(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """`(embed, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
+    """Returns `(embed, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
 
     Args:
         parts: the family's.
@@ -228,8 +228,8 @@ def embed(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """The input of the first block: the embeddings of this device's part of the tokens and of their
-    positions, of which the first is `first`.
+    """Returns the input of the first block: the embeddings of this device's part of the tokens and
+    of their positions, of which the first is `first`.
 
     `comms` sums the rows that the devices sharing the vocabulary have; `across` takes the sum to
     the devices that go on with it. A token outside the vocabulary gives nan, unless those after it
@@ -252,7 +252,7 @@ def embed(
 def unembed(
     model: Any, x: Float[Array, "batch tokens width"]
 ) -> Float[Array, "batch tokens vocabulary"]:
-    """The logits of a whole model, from the output of its last block."""
+    """Returns the logits of a whole model, from the output of its last block."""
     rows = model.norm(x, model.config.epsilon) @ model.unembedding.T
     return rows[..., : model.config.vocabulary]
 
@@ -266,8 +266,8 @@ def head(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of this device's part of the `targets`, times their `weights`, in nats
-    per token, from the output of the last block.
+    """Returns the mean cross-entropy of this device's part of the `targets`, times their `weights`,
+    in nats per token, from the output of the last block.
 
     `across` takes the normalised activations to all devices that share the vocabulary.
     """
@@ -286,15 +286,15 @@ def head(
 def positions(
     x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0
 ) -> Int[Array, " tokens"]:
-    """The positions `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication type, which
-    a pipeline needs.
+    """Returns the positions `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication
+    type, which a pipeline needs.
     """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
-    """`(*shape, scale=0.02)` to normal numbers of that deviation, other ones at each of `count`
-    calls.
+    """Returns a function `(*shape, scale=0.02)` that draws normal numbers of that deviation, other
+    ones at each of `count` calls.
     """
     keys = iter(jax.random.split(key, count))
 
@@ -307,7 +307,7 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """`table` with zeros in the rows from `vocabulary` on, which pad it."""
+    """Returns `table` with zeros in the rows from `vocabulary` on, which pad it."""
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
     )
@@ -316,7 +316,8 @@ def vocabulary_rows(
 def _with_segments(
     comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
 ) -> tensor.Comms:
-    """`comms` whose attention gets the documents of this device's tokens, if there are any."""
+    """Returns `comms` whose attention gets the documents of this device's tokens, if there are
+    any."""
     if segments is None:
         return comms
     local_segments = comms.context_tokens(segments, dim=1)
@@ -328,7 +329,7 @@ def _with_segments(
 
 
 def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
-    """Refuse with a `ValueError` empty inputs, and windows longer than the model's context."""
+    """Refuses with a `ValueError` empty inputs, and windows longer than the model's context."""
     if not tokens.size:
         raise ValueError(
             f"{name} needs one sequence or more, of a token and the next; got inputs of shape "

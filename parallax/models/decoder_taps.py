@@ -19,7 +19,7 @@ GATHERED = ("data", "context")  # over these a weight is whole when it is used
 
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
-    """`x` of the residual stream, [B, T, D], with a tap."""
+    """Returns `x` of the residual stream, [B, T, D], with a tap."""
     if not taps.is_on():
         return x
     return taps.tap(
@@ -31,12 +31,12 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
 
 
 def whole(x: Any, path: str, comms: Comms) -> Any:
-    """`x` of all the layers' tokens, [B, T, ...], with a tap."""
+    """Returns `x` of all the layers' tokens, [B, T, ...], with a tap."""
     return x if not taps.is_on() else _whole(x, path, comms, P(taps.BATCH))
 
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
-    """`whole`, of which a device has a part along `dim`: its heads, or hidden units."""
+    """Returns `whole`, of which a device has a part along `dim`: its heads, or hidden units."""
     if not taps.is_on():
         return x
     names = axes(comms.axis.names)
@@ -44,14 +44,14 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
 
 
 def loss(value: Any) -> Any:
-    """The loss of a part of the batch, with a tap."""
+    """Returns the loss of a part of the batch, with a tap."""
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
 def block(
     apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int
 ) -> Callable[..., Any]:
-    """One block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
+    """Returns one block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
 
     `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are
     looped over.
@@ -71,8 +71,8 @@ def block(
 def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """`embed` or `head`, with taps of the weights that are in no block; `specs` and `where` as in
-    `block`.
+    """Returns `embed` or `head`, with taps of the weights that are in no block; `specs` and `where`
+    as in `block`.
     """
 
     def tapped(model, *others):
@@ -87,7 +87,7 @@ def ends(
 
 
 def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """A gradient function, with taps of the gradients that the optimizer gets."""
+    """Returns a gradient function, with taps of the gradients that the optimizer gets."""
 
     def tapped(*arguments):
         value, gradient = grad(*arguments)
@@ -106,5 +106,5 @@ def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
 
 
 def _positions(tokens: int) -> Int[Array, " tokens"]:
-    """The places of a sequence's tokens."""
+    """Returns the places of a sequence's tokens."""
     return jnp.arange(tokens, dtype=jnp.int32)

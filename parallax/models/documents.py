@@ -27,8 +27,8 @@ Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 
 
 def ends_with(token: int) -> Documents:
-    """From windows to the number of each token's document, where each document ends with `token`: 0
-    for the first one.
+    """Returns a function from windows to the number of each token's document, where each document
+    ends with `token`: 0 for the first one.
     """
 
     def numbered(windows):
@@ -39,8 +39,8 @@ def ends_with(token: int) -> Documents:
 
 
 def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
-    """`batch` with its documents apart, by the number of each token's: of inputs of another one
-    none is seen, and a target of another one than its input has a weight of 0.
+    """Returns `batch` with its documents apart, by the number of each token's: of inputs of another
+    one none is seen, and a target of another one than its input has a weight of 0.
 
     The loss is then a weighted mean: see `cross_entropy.normalized`.
 
@@ -62,7 +62,7 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """`stage`, one of `Family.stages`, refused when it is traced where it does not read the
+    """Returns `stage`, one of `Family.stages`, refused when it is traced where it does not read the
     documents of its part.
     """
 
@@ -85,8 +85,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """The share of all pairs of a token and one before it, or itself, that are of one document:
-    attention masks the rest.
+    """Returns the share of all pairs of a token and one before it, or itself, that are of one
+    document: attention masks the rest.
 
     `numbers` are those of the tokens' documents, each of which lies in one piece.
     """

@@ -98,13 +98,13 @@ class Family:
     uses_dropout: Callable[[Any], bool] = lambda config: False
 
     def where(self, model: Any) -> Any:
-        """The blocks of a model, or of its specs."""
+        """Returns the blocks of a model, or of its specs."""
         return functools.reduce(getattr, self.blocks.split("."), model)
 
 
 def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tokens"] | None:
-    """Whether a token of a weight sees each input of a causal model: `weights` are of the tokens
-    after the inputs.
+    """Returns whether a token of a weight sees each input of a causal model: `weights` are of the
+    tokens after the inputs.
 
     The other inputs may be anything, such as the -100 that fills a sequence up. None stays None:
     all are seen.
@@ -125,8 +125,8 @@ def run_blocks(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Any:
-    """`x` after these blocks, whose arrays have a first dim of layers. One layer's code, whatever L
-    is.
+    """Returns `x` after these blocks, whose arrays have a first dim of layers. One layer's code,
+    whatever L is.
 
     Of blocks that return a `pipeline.Output` it is an `Output` too: the sum of their terms of the
     loss, and their auxiliary values, [L, ...] each.

@@ -28,8 +28,8 @@ def attention(
     *,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """`grouped(q, k, v)` by JAX's Pallas kernel for TPUs; `grouped` itself where 128 does not
-    divide the tokens, for float64, and for documents packed into a window (`segments`).
+    """Returns `grouped(q, k, v)` by JAX's Pallas kernel for TPUs; `grouped` itself where 128 does
+    not divide the tokens, for float64, and for documents packed into a window (`segments`).
 
     It keeps the logarithms of sums, B H T numbers, and computes the scores again backward. It
     multiplies in the type of `q` and adds up in float32, so it equals `grouped` within the rounding
@@ -58,7 +58,7 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, a function of arrays with a derivative of its own, that may be called where
+    """Returns `f`, a function of arrays with a derivative of its own, that may be called where
     `check_vma=True`.
 
     Pallas's kernels are refused there unless they say along which axes their results vary. Here
@@ -115,7 +115,7 @@ class _Pull:
 
 
 def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
-    """The jaxpr of `f`, traced in a thread of its own."""
+    """Returns the jaxpr of `f`, traced in a thread of its own."""
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 
     def trace():
@@ -136,6 +136,6 @@ def _run(program: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _varying_alike(arrays: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """`arrays`, typed as varying along all axes along which an argument varies."""
+    """Returns `arrays`, typed as varying along all axes along which an argument varies."""
     names = tuple(dict.fromkeys(name for array in arguments for name in varying_axes(array)))
     return [varying(array, names) for array in arrays]

@@ -52,8 +52,8 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """The step of islands that each train by `one_island`; the global batch is split over the islands
-    first.
+    """Returns the step of islands that each train by `one_island`; the global batch is split over
+    the islands first.
 
     Args:
         one_island: the step of one island, on a mesh that has the axes of the islands too:
@@ -97,7 +97,7 @@ def train_step(
 def stored(
     family: Family, layout: Layout, *, schedule: Schedule | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """How a state of islands goes into a checkpoint that any layout can read, and back, as
+    """Returns how a state of islands goes into a checkpoint that any layout can read, and back, as
     `decoder.stored`.
     """
 

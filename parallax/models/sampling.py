@@ -74,7 +74,8 @@ class Writer(NamedTuple):
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """`model`, whole, with the keys and values of its tokens kept: 2 L S G K numbers a sequence.
+    """Returns `model`, whole, with the keys and values of its tokens kept: 2 L S G K numbers a
+    sequence.
 
     Under `jax.jit` arrays placed over a mesh stay split: heads of keys and values over the devices
     that have them, sequences over those that have these.
@@ -103,7 +104,7 @@ def _run(
     first: Any,
     join: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
-    """Run the tokens from `first` on through all blocks; `join` puts a layer's new keys or values
+    """Runs the tokens from `first` on through all blocks; `join` puts a layer's new keys or values
     behind the earlier ones.
     """
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
@@ -128,7 +129,7 @@ def _run(
 
 
 def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
-    """The function `sample` of a family, called `name` in errors."""
+    """Returns the function `sample` of a family, called `name` in errors."""
 
     def sample(
         model: Any,
@@ -141,8 +142,8 @@ def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
         top_p: SupportsFloat | None = None,
         key: Key[Array, ""],
     ) -> Int[Array, " tokens"]:
-        """The `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws them, with
-        its arguments and errors.
+        """Returns the `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws
+        them, with its arguments and errors.
 
         Each token sees at most the last `window` before it (default: the model's context; use the
         length that it was trained on). Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens`,
@@ -186,7 +187,7 @@ def sampled(
     top_p: SupportsFloat | None = None,
     key: Key[Array, ""],
 ) -> Int[Array, " tokens"]:
-    """The `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
+    """Returns the `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
     The model may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one
     device draws. For many prompts of one length use `jax.vmap`; placed over an axis of the mesh,
@@ -243,7 +244,8 @@ def sampled(
 
 
 def _token_of(temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
-    """The function `(logits [V], key, unknown)` to a token, which is -1 after an unknown one."""
+    """Returns the function `(logits [V], key, unknown)` to a token, which is -1 after an unknown
+    one."""
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers("sample", top_k=top_k)
         if top_k < 1:
@@ -267,7 +269,7 @@ def _with_cache(
     prompt: Int[Array, " prompt"],
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """The tokens after `prompt`, one for each key, with keys and values kept."""
+    """Returns the tokens after `prompt`, one for each key, with keys and values kept."""
     row, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
     token = token_of(row[0], keys[0], (prompt == NOTHING).any())
 
@@ -288,7 +290,7 @@ def _without_cache(
     window: int,
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """The tokens after `prompt`, one for each key, each computed from the whole window."""
+    """Returns the tokens after `prompt`, one for each key, each computed from the whole window."""
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
@@ -308,8 +310,8 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """The logits to draw from, in float32 or wider: over `temperature`, less their maximum, and
-    -inf where no token is drawn.
+    """Returns the logits to draw from, in float32 or wider: over `temperature`, less their maximum,
+    and -inf where no token is drawn.
 
     At temperature 0 all are -inf but the largest, the first of equal ones. First `temperature`,
     then `top_k`, then `top_p` of what is left; the likeliest token always stays. All are nan where
@@ -340,7 +342,7 @@ def filtered(
 
 
 def _scalar(name: str, value: Any, most: float, needed: str) -> Any:
-    """The number, checked where it is known: from 0 to `most`, and finite."""
+    """Returns the number, checked where it is known: from 0 to `most`, and finite."""
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"sample needs as {name} {needed}; got {value!r}.")
     if not isinstance(value, Tracer):
@@ -351,7 +353,7 @@ def _scalar(name: str, value: Any, most: float, needed: str) -> Any:
 
 
 def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
-    """The prompt as int32, with -1 for what is outside the vocabulary."""
+    """Returns the prompt as int32, with -1 for what is outside the vocabulary."""
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
         raise ValueError(

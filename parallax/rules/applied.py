@@ -17,7 +17,7 @@ from parallax.trees import RENAME, SpecsByPath, entry_axes, is_array, twice
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """Each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`:
+    """Returns each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`:
     `[("blocks.0.weight", leaf), ...]`.
 
     The parts are attributes, dict keys and sequence indices. Leaves that are no arrays are listed
@@ -34,8 +34,8 @@ def specs(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Specs:
-    """The spec that `rule` gives each array of `tree`: a tree of the same structure, with None
-    where a leaf is no array.
+    """Returns the spec that `rule` gives each array of `tree`: a tree of the same structure, with
+    None where a leaf is no array.
 
     Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The
     result serves as the `in_specs` of the arrays of `tree`, filtered out with `eqx.filter` or
@@ -78,7 +78,7 @@ def audit(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Audit:
-    """What `specs` gives and all that it refuses, in the order in which it would."""
+    """Returns the specs that `specs` gives and all that it refuses, in its order."""
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
@@ -105,7 +105,8 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """For each array's path: its spec, the rule that gave it, and what each `fsdp` changed.
+    """Describes for each array's path its spec, the rule that gave it, and what each `fsdp`
+    changed.
 
     Raises:
         ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a
@@ -120,8 +121,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """The placements of the arrays of `tree`, in order, and the refusals of idle rules and of
-    leaves that get no spec."""
+    """Returns the placements of the arrays of `tree`, in order, and the refusals of idle rules and
+    of leaves that get no spec."""
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # Rule by rule and not leaf by leaf, so that a rule which never gets a leaf is seen.
     taken: dict[int, Placement] = {}
@@ -208,8 +209,8 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
-    """The rules at the bottom of `first` and `fsdp`, in the order in which they are asked, each
-    with the `fsdp`s around it."""
+    """Returns the rules at the bottom of `first` and `fsdp`, in the order in which they are asked,
+    each with the `fsdp`s around it."""
     if isinstance(rule, first):
         for part in rule.rules:
             yield from _parts(part, wrappers)
@@ -221,8 +222,8 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Whether this is `match("**", P())`, which may end any list of rules: there need not be a
-    rest. An `fsdp` around it needs a leaf by another rule."""
+    """Returns whether this is `match("**", P())`, which may end any list of rules: there need not
+    be a rest. An `fsdp` around it needs a leaf by another rule."""
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
     return ends_a_list and used.issuperset(map(id, wrappers))

@@ -35,7 +35,7 @@ class match:
     spec: PartitionSpec
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """`spec`, or None where the pattern does not match."""
+        """Returns `spec`, or None where the pattern does not match."""
         return self.spec if matches_glob(self.pattern, path) else None
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class first:
         object.__setattr__(self, "rules", rules)
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """What the first rule to give a spec gives, or None."""
+        """Returns the spec of the first rule that gives one, or None."""
         given = (rule(path, leaf) for rule in self.rules)
         return next((spec for spec in given if spec is not None), None)
 
@@ -107,7 +107,7 @@ class fsdp:
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """What `inside` gives, with one more dim split where one fits."""
+        """Returns the spec that `inside` gives, with one more dim split where one fits."""
         spec = self.inside(path, leaf)
         # A leaf that `inside` does not know is left to another rule.
         return None if spec is None else self.split(path, leaf, spec)[0]
@@ -116,7 +116,7 @@ class fsdp:
         return f"fsdp({self.axis_name!r}, size={self.size})"
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
-        """`spec` with one more dim split, or as it was, and the reason in words."""
+        """Returns `spec` with one more dim split, or as it was, and the reason in words."""
         entries = padded(spec, leaf.ndim)
         dims = [
             dim
@@ -146,7 +146,7 @@ class fsdp:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Whether the glob `pattern` of dotted parts matches the whole of `path`."""
+    """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
         if not globs:

@@ -33,7 +33,7 @@ class GatheredOptState(eqx.Module):
 
 
 def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
-    """Refuse axes of `parallax.optimizers` that the mesh lacks. Raises `ValueError`."""
+    """Refuses axes of `parallax.optimizers` that the mesh lacks. Raises `ValueError`."""
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
@@ -49,8 +49,8 @@ def optimizer_specs(
     specs: Specs,
     mesh: AnyMesh | None = None,
 ) -> Specs:
-    """A spec for each array of `optimizer.init(arrays of tree)`: moments follow their parameter,
-    all else (counts) is `P()`.
+    """Returns a spec for each array of `optimizer.init(arrays of tree)`: moments follow their
+    parameter, all else (counts) is `P()`.
 
     `specs` is what `specs(tree, rule)` gives. A moment of another shape than its parameter must be
     that parameter reduced over some dims (dropped, or kept as 1), as the factored moments of
@@ -110,7 +110,7 @@ def optimizer_specs(
 
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
-    """Refuse specs that lack one of the leaves at `paths`."""
+    """Refuses specs that lack one of the leaves at `paths`."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
@@ -122,7 +122,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 
 
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
-    """The spec of a leaf that is whole along the axes `names`, its layers split over them."""
+    """Returns the spec of a leaf that is whole along the axes `names`, its layers split over
+    them."""
     split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
     # What splits a dim already cannot split the layers as well.
     done = {name for entry in entries for name in entry_axes(entry)}

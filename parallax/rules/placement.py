@@ -75,8 +75,8 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs its sizes
-    is not asked.
+    """Returns why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs
+    its sizes is not asked.
 
     Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a
     leaf without that split would have each device run all of them, and is never advised.
@@ -97,8 +97,8 @@ def refused(
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
-    """The axes that split the same dim, of the same size, of two leaves or more, and no other: as
-    stages split layers."""
+    """Returns the axes that split the same dim, of the same size, of two leaves or more, and no
+    other: as stages split layers."""
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
@@ -187,7 +187,7 @@ def _sizes_refused(
 
 
 def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
-    """The words for an axis that the mesh lacks."""
+    """Returns the words for an axis that the mesh lacks."""
     known = ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
     return f"{where}: there is no axis {axis!r} in the mesh, whose axes are {known}"
 
@@ -195,7 +195,7 @@ def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
 def _fitting(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> PartitionSpec:
-    """The spec that the rule gave, without the axes that do not fit."""
+    """Returns the spec that the rule gave, without the axes that do not fit."""
     used = {
         *batch_axes,
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
@@ -218,7 +218,7 @@ def _fitting(
 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
-    """The dims that no axis splits yet and that divide by `size`."""
+    """Returns the dims that no axis splits yet and that divide by `size`."""
     return [
         dim
         for dim, length in enumerate(leaf.shape)
@@ -227,12 +227,12 @@ def free(leaf: Any, entries: list, size: int) -> list[int]:
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list:
-    """The entries of a spec, one for each dim."""
+    """Returns the entries of a spec, one for each dim."""
     return [*spec, *[None] * (ndim - len(spec))]
 
 
 def spec_of(entries: list) -> PartitionSpec:
-    """The spec of these entries, without trailing Nones."""
+    """Returns the spec of these entries, without trailing Nones."""
     # JAX takes P() and P(None) for two specs.
     while entries and entries[-1] is None:
         entries = entries[:-1]
@@ -240,5 +240,5 @@ def spec_of(entries: list) -> PartitionSpec:
 
 
 def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
-    """A rule, and what is around it, in words."""
+    """Returns a rule, and what is around it, in words."""
     return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])

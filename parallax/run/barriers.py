@@ -76,7 +76,7 @@ class Stages:
         self._number, self._over = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Return when all processes have ended this stage well. `error` says why this one has not,
+        """Waits until all processes have ended this stage well. `error` says why this one has not,
         and is raised.
 
         Raises:
@@ -100,7 +100,7 @@ class Stages:
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
-        """A stage in which the first process alone works. Raises as `end` does."""
+        """Runs a stage in which the first process alone works. Raises as `end` does."""
         error = None
         if jax.process_index() == 0:
             try:
@@ -110,8 +110,8 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Whether to try again after `error`, of this process or out of `end`: all processes get
-        one answer."""
+        """Returns whether to try again after `error`, of this process or out of `end`: all
+        processes get one answer."""
         if not self._over:
             with contextlib.suppress(Exception):
                 self.end(error)
@@ -130,13 +130,13 @@ class Stages:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Whether it says that a process did not come to a barrier in time."""
+    """Returns whether it says that a process did not come to a barrier in time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "DEADLINE_EXCEEDED" in str(error)
 
 
 def transient(error: BaseException | None) -> bool:
-    """Whether an error is of the storage, and may be over in a while, as those of `TRANSIENT`
-    may."""
+    """Returns whether an error is of the storage, and may be over in a while, as those of
+    `TRANSIENT` may."""
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None

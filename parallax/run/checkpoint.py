@@ -175,8 +175,8 @@ class Checkpoints:
     # Saving
 
     def due(self, step: int) -> bool:
-        """Whether a save should begin after `step`, for no kill to lose more than `lose_at_most`
-        steps."""
+        """Returns whether a save should begin after `step`, for no kill to lose more than
+        `lose_at_most` steps."""
         return step % (self.lose_at_most // 2) == 0
 
     def save(
@@ -187,7 +187,7 @@ class Checkpoints:
         *,
         evaluated: float | None = None,
     ) -> None:
-        """Store `state` as the checkpoint of `step`, in the background: it may be donated as soon
+        """Stores `state` as the checkpoint of `step`, in the background: it may be donated as soon
         as this returns.
 
         Waits for the save before it. What went wrong in the background is raised by the next
@@ -224,15 +224,15 @@ class Checkpoints:
         )
 
     def saving(self) -> bool:
-        """Whether a save goes on in the background."""
+        """Returns whether a save goes on in the background."""
         return self._writer.busy()
 
     def check(self) -> None:
-        """Raise what went wrong in the background; costs nothing, so call it every step."""
+        """Raises what went wrong in the background; costs nothing, so call it every step."""
         self._writer.check()
 
     def wait(self) -> None:
-        """Return when the last save is finished, with its manifest. Raises what went wrong in it,
+        """Waits until the last save is finished, with its manifest. Raises what went wrong in it,
         as `check` does."""
         self._writer.wait()
 
@@ -248,13 +248,13 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
-        says."""
+        """Returns the steps of the finished checkpoints, oldest first: those with a manifest,
+        whatever it says."""
         return retention.finished(self.folder)
 
     def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
-        """The newest good checkpoint of this run, or `None` where the folder never held a finished
-        one.
+        """Returns the newest good checkpoint of this run, or `None` where the folder never held a
+        finished one.
 
         All files are checked against the manifest before an array is read (20 GB/s a core), a share
         of them by each process. That may take as long as it takes: no device waits meanwhile.
@@ -298,7 +298,7 @@ class Checkpoints:
             )
 
     def _of_first(self, step: int) -> int:
-        """The step that the first process gives."""
+        """Returns the step that the first process gives."""
         self._come()
         return (
             int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
@@ -307,15 +307,15 @@ class Checkpoints:
         )
 
     def _come(self) -> None:
-        """Return when all processes have come here, however long that takes: what they do next
+        """Waits until all processes have come here, however long that takes: what they do next
         together takes no time."""
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """What is wrong with the files of a checkpoint, on all processes; each has hashed its share
-        of them."""
+        """Returns the faults in the files of a checkpoint, on all processes; each has hashed its
+        share of them."""
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -340,8 +340,8 @@ class Checkpoints:
         self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        """The newest step whose checkpoint is one, as far as names and sizes tell, and was not
-        refused. Others are refused."""
+        """Returns the newest step whose checkpoint is one, as far as names and sizes tell, and was
+        not refused. Others are refused."""
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -396,7 +396,8 @@ class Checkpoints:
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(
-                f"{self._path(step)}: needed a finite state; nan or inf is in {retention.listed(lost)}."
+                f"{self._path(step)}: needed a finite state; nan or inf is in "
+                f"{retention.listed(lost)}."
             )
         state = stored.found(wanted, found, record.numbers)
         if self.from_disk is None:

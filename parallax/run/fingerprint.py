@@ -87,14 +87,14 @@ class CopiesDiffer(RuntimeError):
 
 
 def check(step: int, tree: PyTree) -> None:
-    """Raise `CopiesDiffer` where `differing(tree)` finds something. `step` is for its message."""
+    """Raises `CopiesDiffer` where `differing(tree)` finds something. `step` is for its message."""
     if differences := differing(tree):
         raise CopiesDiffer(step, differences)
 
 
 def differing(tree: PyTree) -> list[Differs]:
-    """The copies of the arrays of `tree` that differ from those on other devices; an empty list
-    where all is well.
+    """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
+    list where all is well.
 
     What should be equal is known from the arrays themselves: a copy lies along each axis of the
     mesh that its spec does not name. All processes call it, and get the same list. The copies that
@@ -117,8 +117,8 @@ def differing(tree: PyTree) -> list[Differs]:
 
 
 def uncompared(tree: PyTree) -> list[str]:
-    """The paths of the arrays (or shapes with shardings) of which no device holds a second copy.
-    Raises as `differing` does."""
+    """Returns the paths of the arrays (or shapes with shardings) of which no device holds a second
+    copy. Raises as `differing` does."""
     placed = _placed(tree)
 
     def copies(spec):
@@ -131,8 +131,8 @@ def uncompared(tree: PyTree) -> list[str]:
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
-    """The program that `differing` runs for these arrays, or shapes with shardings, to look at.
-    Raises as `differing` does."""
+    """Returns the program that `differing` runs for these arrays, or shapes with shardings, to look
+    at. Raises as `differing` does."""
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
 
@@ -140,8 +140,8 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
 def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
-    """Whether the copies of each array of `tree` along `axis` are the same, and the words of all of
-    them. Inside `mesh.spmd`.
+    """Returns whether the copies of each array of `tree` along `axis` are the same, and the words
+    of all of them. Inside `mesh.spmd`.
 
     One gather of 8 bytes a leaf. Both results are the same on all devices of `axis`.
 
@@ -178,7 +178,7 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Whether all words are those of the first device along these dims."""
+    """Returns whether all words are those of the first device along these dims."""
     first = words
     for dim in along:
         first = lax.slice_in_dim(first, 0, 1, axis=dim)
@@ -189,8 +189,8 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Two words of all bits of `x` and of their places: another number, another place, another
-    word. Of any dtype.
+    """Returns two words of all bits of `x` and of their places: another number, another place,
+    another word. Of any dtype.
 
     Each number is mixed with its place by a function that is one to one (the last steps of
     MurmurHash3, by Austin Appleby), so one number that changes always changes the first word, which
@@ -219,19 +219,20 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Each bit of the result depends on each bit of `x`; different numbers stay different."""
+    """Returns a number each of whose bits depends on each bit of `x`; different numbers stay
+    different."""
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return x ^ x >> np.uint32(16)
 
 
 def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Random keys as the numbers that they are."""
+    """Returns random keys as the numbers that they are."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """The bits of each number as a word, or, along a last dim, as several."""
+    """Returns the bits of each number as a word, or, along a last dim, as several."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool or (
@@ -309,7 +310,7 @@ def _places(device_mesh: Mesh) -> tuple:
 
 
 def _split(spec: PartitionSpec) -> set[str]:
-    """The axes that a spec names: along those, blocks differ."""
+    """Returns the axes that a spec names: along those, blocks differ."""
     return {name for entry in spec for name in mesh.entry_axes(entry)}
 
 
@@ -322,7 +323,7 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """The copies that differ, rarest first, from the words [*mesh, leaves, words] of all
+    """Returns the copies that differ, rarest first, from the words [*mesh, leaves, words] of all
     devices."""
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
@@ -337,7 +338,7 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """The devices' places in the mesh, those together that differ along other dims than
+    """Returns the devices' places in the mesh, those together that differ along other dims than
     `splits`."""
     groups = defaultdict(list)
     for place in np.ndindex(*device_mesh.devices.shape):
@@ -348,8 +349,8 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """The devices of one group, by place, whose words are not the most common ones: all devices
-    where no words are."""
+    """Returns the devices of one group, by place, whose words are not the most common ones: all
+    devices where no words are."""
     counts = Counter(words_of.values())
     if len(counts) == 1:
         return []

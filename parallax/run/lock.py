@@ -121,7 +121,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
 
 def _make(folder: Path, created: list[Path]) -> None:
-    """Make the folder, and add to `created` each one that was missing."""
+    """Makes the folder, and adds to `created` each one that was missing."""
     for path in (*reversed(folder.parents), folder):
         if not os.path.isdir(path):
             with contextlib.suppress(FileExistsError):  # another run was faster
@@ -130,14 +130,14 @@ def _make(folder: Path, created: list[Path]) -> None:
 
 
 def _remove(created: list[Path]) -> None:
-    """Remove the folders, where they are empty."""
+    """Removes the folders, where they are empty."""
     for path in reversed(created):
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def _sign(path: Path, descriptor: int) -> None:
-    """Write into the lock's file who holds it, for other machines too."""
+    """Writes into the lock's file who holds it, for other machines too."""
     record = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -153,7 +153,8 @@ def _sign(path: Path, descriptor: int) -> None:
 
 
 def _holder(folder: Path) -> str:
-    """The process that holds the folder, in words, read until it has written them down."""
+    """Returns the words for the process that holds the folder, read until it has written them
+    down."""
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
         time.sleep(

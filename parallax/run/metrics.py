@@ -42,8 +42,8 @@ class Skipped:
     _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Whether step `number` was skipped. Raises `OverBudget` when that is one too many; the
-        state is still good to save.
+        """Returns whether step `number` was skipped. Raises `OverBudget` when that is one too many;
+        the state is still good to save.
 
         Args:
             number: of the step.
@@ -110,12 +110,12 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def note(self) -> dict[str, Any]:
-        """What a checkpoint should hold, as JSON values: when the run began, and the seconds by
-        name."""
+        """Returns the entry for a checkpoint, as JSON values: when the run began, and the seconds
+        by name."""
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """Productive seconds over all seconds since the run first began, from 0 to 1.
+        """Returns productive seconds over all seconds since the run first began, from 0 to 1.
 
         Where the system's clock was set back since, all seconds are those that were counted, at
         least.
@@ -134,7 +134,7 @@ Sink = Callable[[int, Mapping[str, float]], None]
 def recorded(
     path: str | Path, *, say: Callable[[str], Any] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """The records that `jsonl` wrote to a file, oldest first; none where there is no file.
+    """Returns the records that `jsonl` wrote to a file, oldest first; none where there is no file.
 
     What is no record, such as a line that a crash cut short or filled with zeros, is passed over,
     and said.
@@ -163,8 +163,8 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """A sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the disk when
-    the call returns.
+    """Returns a sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the
+    disk when the call returns.
 
     Where the storage fails for a while, the lines wait in memory and are written with the next one
     that it takes.
@@ -211,7 +211,7 @@ def jsonl(
 
 
 def _append(path: Path, text: str) -> None:
-    """Add `text` to the end of a file, whole or not at all, where the storage lets us."""
+    """Adds `text` to the end of a file, whole or not at all, where the storage lets us."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with open(path, "a", encoding="utf-8") as file:
@@ -223,8 +223,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """A sink that passes each record to all of `sinks`. Without any it does nothing, which is right
-    on ranks other than 0."""
+    """Returns a sink that passes each record to all of `sinks`. Without any it does nothing, which
+    is right on ranks other than 0."""
 
     def sink(step, values):
         for one_sink in sinks:

@@ -84,7 +84,8 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread. One that comes back from JAX while Python ends would abort the process."""
+        """Stops the thread. One that comes back from JAX while Python ends would abort the
+        process."""
         self._closed.set()
         self._thread.join(GRACE)
 
@@ -123,7 +124,7 @@ class Peers:
         self._client.key_value_set(f"{RANKS}{self.job.rank}", text, allow_overwrite=True)
 
     def _read(self, folder: str) -> dict[str, Any]:
-        """The entries in a folder of the store; those of `RANKS` are records."""
+        """Returns the entries in a folder of the store; those of `RANKS` are records."""
         entries = self._client.key_value_dir_get(folder)
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
@@ -150,7 +151,8 @@ class Peers:
 
 
 def job_name() -> str:
-    """A text that is the same in all processes of a job; a hash, so that no token is shown."""
+    """Returns a text that is the same in all processes of a job; a hash, so that no token is
+    shown."""
     values = "\0".join(os.environ.get(name, "") for name in NAMES)
     return hashlib.sha256(values.encode()).hexdigest()
 
@@ -163,7 +165,8 @@ def _silent(entry: dict[str, Any]) -> str:
 
 
 def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
-    """The words for the process that most likely holds up the others; empty where all wait."""
+    """Returns the words for the process that most likely holds up the others; empty where all
+    wait."""
     left, silent, working = [], [], []
     for key, entry in after.items():
         if key == f"{RANKS}{rank}":
@@ -178,7 +181,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of `call`; `None` where it takes longer, or JAX's service cannot be reached.
+    """Returns the result of `call`; `None` where it takes longer, or JAX's service cannot be
+    reached.
 
     The service does not answer while rank 0 is stopped.
     """

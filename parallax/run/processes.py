@@ -111,7 +111,8 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """The three arguments, or the three variables. Refuses some of them without the others."""
+    """Returns the three arguments, or the three variables. Refuses some of them without the
+    others."""
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
         coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -130,13 +131,14 @@ def _told(
 
 
 def _is_local(coordinator: str | None) -> bool:
-    """Whether other machines cannot reach the coordinator's address."""
+    """Returns whether other machines cannot reach the coordinator's address."""
     host = (coordinator or "").rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _age() -> float:
-    """Seconds since this process began, its imports included; 0 where the system does not say."""
+    """Returns the seconds since this process began, its imports included; 0 where the system does
+    not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
@@ -272,7 +274,7 @@ class StopRequest:
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
-        """Whether to save and end after `step`."""
+        """Returns whether to save and end after `step`."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._several
@@ -280,7 +282,7 @@ class StopRequest:
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
-        """What a signal does, for `signals.listening`: a Ctrl-C after any other one ends at
+        """Handles a signal, for `signals.listening`: a Ctrl-C after any other one ends at
         once."""
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)

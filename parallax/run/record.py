@@ -55,14 +55,14 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 
 def begin(folder: Path, record: Record) -> None:
-    """Make `folder` for a checkpoint, and say in it whose it will be."""
+    """Makes `folder` for a checkpoint, and writes into it whose it will be."""
     folder.mkdir()
     manifest.write(folder / CONTENTS, dataclasses.asdict(record) | {"format": FORMAT})
 
 
 def seal(folder: Path, record: Record) -> None:
-    """Finish the checkpoint begun in `folder`, whose arrays are on the disk: hash every file and
-    write the manifest."""
+    """Finishes the checkpoint begun in `folder`, whose arrays are on the disk: hashes every file and
+    writes the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names)
     manifest.write(
@@ -71,8 +71,8 @@ def seal(folder: Path, record: Record) -> None:
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
-    """Whether the run with these settings made `folder` for its checkpoint of `step`, finished or
-    not.
+    """Returns whether the run with these settings made `folder` for its checkpoint of `step`,
+    finished or not.
 
     False unless a record there says so: for a link, for the folder of another run, for other files.
     An empty folder holds nothing to lose.
@@ -89,8 +89,8 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
 
 
 def read(folder: Path) -> tuple[Record, dict[str, list]]:
-    """The record of the checkpoint in `folder`, and its files as `manifest.hashes` gave them; no
-    file is looked at.
+    """Returns the record of the checkpoint in `folder`, and its files as `manifest.hashes` gave
+    them; no file is looked at.
 
     Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError`
     where it is of another format.
@@ -113,13 +113,14 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """More than the files of these arrays can have: nobody is to hash a file without end."""
+    """Returns more bytes than the files of these arrays can have, so that no file without end is
+    hashed."""
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
-    """The record that was read at `path`. Raises `manifest.Damaged` for anything else, with the
-    first entry that is wrong."""
+    """Returns the record that was read at `path`. Raises `manifest.Damaged` for anything else, with
+    the first entry that is wrong."""
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
     manifest.need(
@@ -146,7 +147,7 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Refuse what is no finished checkpoint of `step` of the run with these settings, as far as
+    """Refuses what is no finished checkpoint of `step` of the run with these settings, as far as
     names and sizes tell.
 
     Raises:
@@ -175,8 +176,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What two runs' settings differ in, in words: `width=64 (here 128)`. Empty where they
-    agree."""
+    """Returns the differences of two runs' settings, in words: `width=64 (here 128)`. Empty where
+    they agree."""
     absent = object()
     words = lambda value: "none" if value is absent else repr(value)
     pairs = (
@@ -187,7 +188,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Refuse with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or
+    """Refuses with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or
     a record that is not that of its arrays. What is left to check are the files' hashes.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
@@ -201,19 +202,19 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
 
 
 def newest(path: Path) -> int:
-    """The step stored at `path`. Raises `manifest.Damaged` where there is none."""
+    """Returns the step stored at `path`. Raises `manifest.Damaged` where there is none."""
     step = manifest.read(path).get("step")
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
     return step  # pyright: ignore[reportReturnType]
 
 
 def is_step(value: Any) -> bool:
-    """Whether a JSON value is the number of a step."""
+    """Returns whether a JSON value is the number of a step."""
     return type(value) is int and 0 <= value < STEPS
 
 
 def arrays_of(folder: Path) -> list[Path]:
-    """The files of the arrays, with links and whatever else is no folder."""
+    """Returns the files of the arrays, with links and whatever else is no folder."""
     return sorted(
         path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir()
     )

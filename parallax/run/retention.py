@@ -21,26 +21,26 @@ class Later(ValueError):
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """Returns the folder of the checkpoint of `step`."""
     return folder / f"{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None of other names."""
+    """Returns the step that a checkpoint's folder is named after; None of other names."""
     named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
     return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
 
 
 def finished(folder: Path) -> list[int]:
-    """The steps of the finished checkpoints, oldest first: those with a manifest, whatever it
-    says."""
+    """Returns the steps of the finished checkpoints, oldest first: those with a manifest, whatever
+    it says."""
     steps = ((path, step_of(path)) for path in folder.iterdir())
     return sorted(step for path, step in steps if step is not None and (path / MANIFEST).is_file())
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
-    """Every step that a folder or the newest manifest speaks of, oldest first; and what is wrong
-    with the latter, in words."""
+    """Returns every step that a folder or the newest manifest speaks of, oldest first; and what is
+    wrong with the latter, in words."""
     steps, wrong = (
         {
             step
@@ -60,7 +60,7 @@ def seen(folder: Path) -> tuple[list[int], str]:
 
 
 def newest_in_words(folder: Path) -> str:
-    """A sentence that names the newest finished checkpoint."""
+    """Returns a sentence that names the newest finished checkpoint."""
     good = finished(folder)
     return (
         f"The newest finished one is {path_of(folder, good[-1])}."
@@ -70,14 +70,14 @@ def newest_in_words(folder: Path) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """The first three of some names, and how many more there are."""
+    """Returns the first three of some names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
-    """Move aside what stands where the checkpoint of `step` will: an unfinished one, or one that
+    """Moves aside what stands where the checkpoint of `step` will: an unfinished one, or one that
     was refused.
 
     Raises:
@@ -109,7 +109,7 @@ def prune(
     keep: int,
     keep_every: int | None,
 ) -> None:
-    """Remove this run's finished checkpoints beyond those to keep, and what its unfinished and
+    """Removes this run's finished checkpoints beyond those to keep, and what its unfinished and
     replaced ones left behind.
 
     The newest `keep` stay, those of every so many steps, and the newest one whose loss was
@@ -151,7 +151,7 @@ def prune(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until
+    """Removes a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until
     nothing else is left."""
     if not (path / MANIFEST).is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
@@ -164,7 +164,8 @@ def remove(path: Path) -> None:
 
 
 def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
-    """The newest checkpoint of `others` whose loss was measured, where that of no newer one was."""
+    """Returns the newest checkpoint of `others` whose loss was measured, where that of no newer one
+    was."""
     for step in (*newest, *sorted(others, reverse=True)):
         path = path_of(folder, step)
         if (path / MANIFEST).is_file() and records.read(path)[0].evaluated is not None:

@@ -56,7 +56,7 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, with one call, from any thread; a terminal that is gone is no
+    """Writes a line to stderr, with one call, from any thread; a terminal that is gone is no
     error."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())

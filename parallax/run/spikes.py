@@ -62,7 +62,8 @@ class Spikes:
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
-        """Whether the loss of step `number` was a spike, by the `limit` that the step was given.
+        """Returns whether the loss of step `number` was a spike, by the `limit` that the step was
+        given.
 
         Raises:
             Spiked: it was, and `budget` of the last 64 steps were.
@@ -83,12 +84,12 @@ class Spikes:
         return True
 
     def note(self) -> dict[str, Any]:
-        """What a checkpoint should hold, as JSON values."""
+        """Returns the entry for a checkpoint, as JSON values."""
         return {"losses": self._losses, "at": self._at, "past": self.past}
 
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
-        """The guard after the run went back from `step` to the checkpoint of step `first`, with its
-        note: past those batches."""
+        """Returns the guard after the run went back from `step` to the checkpoint of step `first`,
+        with its note: past those batches."""
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first
         return guard

@@ -28,7 +28,8 @@ KEYS = {
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays and the plain numbers of a tree, by path; a complex number as a list of two.
+    """Returns the arrays and the plain numbers of a tree, by path; a complex number as a list of
+    two.
 
     Raises:
         ValueError: two leaves have one path, or a plain number is not finite.
@@ -59,7 +60,8 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """The tree with a `jax.ShapeDtypeStruct`, with its sharding, for each array on devices."""
+    """Returns the tree with a `jax.ShapeDtypeStruct`, with its sharding, for each array on
+    devices."""
 
     def shape(leaf):
         if not isinstance(leaf, jax.Array):
@@ -70,7 +72,7 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """The shapes of `to_disk(like)`, with the shardings that the compiler gives them."""
+    """Returns the shapes of `to_disk(like)`, with the shardings that the compiler gives them."""
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
     shardings = lowered.compile().output_shardings
@@ -82,7 +84,7 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
 
 
 def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -> PyTree:
-    """`from_disk(state)` in the shardings of `like`."""
+    """Returns `from_disk(state)` in the shardings of `like`."""
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
@@ -92,8 +94,8 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
-    """The arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which it adds
-    the other leaves."""
+    """Returns the arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which
+    it adds the other leaves."""
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 
@@ -108,7 +110,7 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Refuse with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message
+    """Refuses with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message
     names them."""
 
     def kinds(numbers):
@@ -123,7 +125,8 @@ def check_same(
     stored_leaves = record.arrays | kinds(record.numbers)
     wanted = arrays | kinds(numbers)
     wrong = [
-        f"{name}: needed {words(wanted.get(name))}, the checkpoint has {words(stored_leaves.get(name))}"
+        f"{name}: needed {words(wanted.get(name))}, the checkpoint has "
+        f"{words(stored_leaves.get(name))}"
         for name in sorted({*stored_leaves, *wanted})
         if stored_leaves.get(name) != wanted.get(name)
     ]
@@ -138,7 +141,7 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """`like` with the stored arrays and numbers in their places; its other leaves stay."""
+    """Returns `like` with the stored arrays and numbers in their places; its other leaves stay."""
 
     def leaf(path, leaf):
         name = mesh.dotted(path) or "state"
@@ -158,7 +161,7 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Begin to look at all numbers; a function that waits for the end, and gives the names of the
+    """Begins to look at all numbers; a function that waits for the end, and gives the names of the
     arrays with a nan or an inf.
 
     All processes learn of the shards of all. The arrays may be donated meanwhile.
@@ -189,12 +192,13 @@ def _all_finite(arrays):
 
 
 def described(leaf: Any) -> list:
-    """The dtype and the shape of an array, as JSON values."""
+    """Returns the dtype and the shape of an array, as JSON values."""
     return [str(leaf.dtype), list(leaf.shape)]
 
 
 def plain(leaf: Any) -> Any:
-    """What Orbax is to store or to look for: random keys as the numbers that they are made of."""
+    """Returns the tree that Orbax stores or looks for: random keys as the numbers that they are
+    made of."""
     if not _is_key(leaf):
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -204,7 +208,8 @@ def plain(leaf: Any) -> Any:
 
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the arrays."""
+    """Returns those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the
+    arrays."""
 
     def array(leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -215,7 +220,7 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """A function that gives the arrays again, also after they were donated.
+    """Returns a function that gives the arrays again, also after they were donated.
 
     Until it is gone, the blocks that this process has are in the host's memory, each once. The
     arrays that it gives are there too, where the devices can read them from there.
@@ -234,7 +239,7 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """This process's blocks of an array, by device; copies of one block are one."""
+    """Returns this process's blocks of an array, by device; copies of one block are one."""
     places = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
     distinct = {index: data for _, index, data in places}
     for data in distinct.values():

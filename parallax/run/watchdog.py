@@ -73,13 +73,13 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
-        """Step `number` begins now."""
+        """Notes that step `number` begins now."""
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """What this rank does from now on; `waits` says that it cannot end without the other
+        """Sets the phase of this rank; `waits` says that it cannot end without the other
         ranks."""
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:

@@ -64,7 +64,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
-        """Begin to write a checkpoint; the arrays may be donated as soon as this returns. The one
+        """Begins to write a checkpoint; the arrays may be donated as soon as this returns. The one
         before must be finished.
 
         `lost` waits for the names of the arrays that are not finite. It is called when the writing
@@ -101,24 +101,24 @@ class Writer:
         self._thread.start()
 
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Returns whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, once."""
+        """Raises what went wrong in the background, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Return when the checkpoint is finished. Raises what went wrong, as `check` does."""
+        """Waits until the checkpoint is finished. Raises what went wrong, as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def _begin(self, record: Record, arrays: dict[str, Any]) -> None:
-        """Make the folder, and hand the arrays to Orbax, which copies them before it returns."""
+        """Makes the folder, and hands the arrays to Orbax, which copies them before it returns."""
 
         def make():
             self._make_room(record.step)
@@ -131,18 +131,19 @@ class Writer:
         )
 
     def _begin_again(self, record: Record, arrays: dict[str, Any]) -> None:
-        """`_begin`, without what the last time left, which may be what fills the disk."""
+        """Calls `_begin` without the files that the last attempt left, which may be what fills the
+        disk."""
         self._remove(record.step)
         self._begin(record, arrays)
 
     def _drop(self, step: int) -> None:
-        """End what `_begin` began, and remove it."""
+        """Ends what `_begin` began, and removes it."""
         with contextlib.suppress(Exception):
             self.arrays.wait_until_finished()
         self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove what was written of a checkpoint. Orbax's writer may have failed, and does not go
+        """Removes what was written of a checkpoint. Orbax's writer may have failed, and does not go
         on then: take a new one."""
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
@@ -156,8 +157,8 @@ class Writer:
         copies: Callable[[], dict[str, Any]],
         begun: Exception | None,
     ) -> None:
-        """The writer's thread. Where the storage fails, what is not done yet is done again after a
-        pause.
+        """Runs in the writer's thread. Where the storage fails, what is not done yet is done again
+        after a pause.
 
         `begun` says how `_begin` failed, if it did.
         """
@@ -226,7 +227,7 @@ class Writer:
 
 
 def orbax() -> Any:
-    """`orbax.checkpoint`, with a sentence where it is not installed."""
+    """Returns `orbax.checkpoint`, with a sentence where it is not installed."""
     try:
         import orbax.checkpoint
     except ImportError as error:

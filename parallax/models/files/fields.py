@@ -35,7 +35,8 @@ class Number:
     default: float | int | bool | Callable[[Mapping[str, Any]], Any] | None = None
 
     def read(self, fields: Mapping[str, Any]) -> Any:
-        """The number. Raises `ValueError` if it is missing, stated twice, or of another type."""
+        """Returns the number. Raises `ValueError` if it is missing, stated twice, or of another
+        type."""
         stated: dict[str, Any] = {}
         if self.default is not None:
             default = self.default(fields) if callable(self.default) else self.default
@@ -56,7 +57,7 @@ class Number:
         return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
-        """The fields that state it."""
+        """Returns the fields that state it."""
         return dict.fromkeys(self.names, value)
 
 
@@ -140,7 +141,8 @@ class Fields:
     new: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-        """The numbers that `file` states, and the fields in which it differs from a new model.
+        """Returns the numbers that `file` states, and the fields in which it differs from a new
+        model.
 
         Each of those fields comes with its value as JSON, which is "" if the file leaves it out.
 
@@ -166,7 +168,8 @@ class Fields:
         return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """The error of a configuration, with the fields of `file` that state its numbers."""
+        """Returns the error of a configuration, with the fields of `file` that state its
+        numbers."""
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
             for name, number in self.numbers.items()
@@ -177,7 +180,8 @@ class Fields:
     def write(
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
-        """The fields of a `config.json` of these numbers, with the `differing` ones of `read`."""
+        """Returns the fields of a `config.json` of these numbers, with the `differing` ones of
+        `read`."""
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}
         for name, number in self.numbers.items():
@@ -185,13 +189,14 @@ class Fields:
         return {"model_type": self.model_type, **fields, "torch_dtype": dtype}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """The sha256 of the numbers that say what the weights mean; dropout rates are left out."""
+        """Returns the sha256 of the numbers that say what the weights mean; dropout rates are left
+        out."""
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
         text = json.dumps([self.model_type, meant], default=vars)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a new model, without those of its numbers."""
+        """Returns the fields of a new model, without those of its numbers."""
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:

@@ -58,11 +58,11 @@ class Format:
         return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
-        """The numbers that a file states, of a configuration."""
+        """Returns the numbers that a file states, of a configuration."""
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
-        """The model, as shapes and types."""
+        """Returns the model, as shapes and types."""
         return eqx.filter_eval_shape(self.model, config, key=jax.random.key(0), dtype=dtype)
 
 
@@ -73,8 +73,8 @@ def load(
     dtype: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model at `path`, with its weights in `dtype`, on JAX's default device: as `gpt2.load`
-    says, for any family.
+    """Returns the model at `path`, with its weights in `dtype`, on JAX's default device: as
+    `gpt2.load` says, for any family.
 
     Args:
         format_: the family's tables.
@@ -113,7 +113,7 @@ def load(
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
-    """Write `model` into the folder `path`: as `gpt2.save` says, for any family."""
+    """Writes `model` into the folder `path`: as `gpt2.save` says, for any family."""
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():
         raise ValueError(
@@ -178,7 +178,7 @@ def _widest(dtypes: set[np.dtype]) -> np.dtype:
 
 
 def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
-    """The tensors of a whole model, by name. Raises `ValueError` for one that could not be
+    """Returns the tensors of a whole model, by name. Raises `ValueError` for one that could not be
     loaded.
     """
     name = f"{format_.name}.save"
@@ -209,8 +209,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A leaf of the model, in the host's memory. Raises `ValueError` for one that is not there, or
-    is another.
+    """Returns a leaf of the model, in the host's memory. Raises `ValueError` for one that is not
+    there, or is another.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
@@ -245,7 +245,7 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
-    """`dtype`, of NumPy. Raises `ValueError` for one that no file holds."""
+    """Returns `dtype`, of NumPy. Raises `ValueError` for one that no file holds."""
     try:
         checked = jnp.dtype(dtype)
     except TypeError:

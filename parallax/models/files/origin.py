@@ -38,8 +38,8 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """The origin of a model in `folder`, with these fields. Raises `ValueError` for damaged
-        JSON.
+        """Returns the origin of a model in `folder`, with these fields. Raises `ValueError` for
+        damaged JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
@@ -50,7 +50,7 @@ class Origin:
         )
 
     def tokenizer_files(self) -> list[Path]:
-        """The files of the tokenizer. Raises `ValueError` if they are gone."""
+        """Returns the files of the tokenizer. Raises `ValueError` if they are gone."""
         if self.tokenizer is None:
             return []
         files = [Path(self.tokenizer, name) for name in TOKENIZER]

@@ -13,7 +13,7 @@ WANTED = [CONFIG, GENERATION, ADAPTER, INDEX, "model*.safetensors", *TOKENIZER]
 
 
 def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
-    """The folder of the model, and the one file of its weights, where `path` names that.
+    """Returns the folder of the model, and the one file of its weights, where `path` names that.
 
     Args:
         path: a folder, a safetensors file, or a name on the hub.

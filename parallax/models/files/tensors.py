@@ -55,14 +55,14 @@ class Leaf:
         return math.prod(size for _, size in self.over)
 
     def names(self) -> Iterator[str]:
-        """The names of the tensors, in the order of the leaf."""
+        """Returns the names of the tensors, in the order of the leaf."""
         words = [word for word, _ in self.over]
         for places in itertools.product(*(range(size) for _, size in self.over)):
             yield self.name.format(**dict(zip(words, places, strict=True)))
 
     def read(self, like: Any, stored: Mapping[str, "Stored"]) -> jax.Array:
-        """The leaf, in the type and shape of `like`. Raises `ValueError` where a number is beyond
-        its type.
+        """Returns the leaf, in the type and shape of `like`. Raises `ValueError` where a number is
+        beyond its type.
         """
         array = np.zeros(like.shape, like.dtype)
         parts = array.reshape(self.count, -1)
@@ -71,7 +71,7 @@ class Leaf:
         return jnp.asarray(array)
 
     def write(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors of the leaf `array`, by name."""
+        """Returns the tensors of the leaf `array`, by name."""
         shape = self.shape[::-1] if self.transposed else self.shape
         parts = np.ascontiguousarray(array).reshape(self.count, -1)
         for name, part in zip(self.names(), parts, strict=True):
@@ -104,11 +104,12 @@ class Stored(NamedTuple):
         return self.handle.get_slice(self.name).get_dtype()
 
     def array(self) -> np.ndarray:
-        """Its numbers."""
+        """Returns its numbers."""
         return self.handle.get_tensor(self.name)
 
     def cast(self, dtype: Any) -> np.ndarray:
-        """Its numbers in `dtype`. Raises `ValueError` where a finite one becomes infinite."""
+        """Returns its numbers in `dtype`. Raises `ValueError` where a finite one becomes
+        infinite."""
         array = self.array()
         with np.errstate(over="ignore"):
             result = array.astype(dtype)
@@ -121,8 +122,8 @@ class Stored(NamedTuple):
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """The safetensors files of a model in `folder`, and the index that lists them, where there are
-    several.
+    """Returns the safetensors files of a model in `folder`, and the index that lists them, where
+    there are several.
 
     Raises:
         FileNotFoundError: none is there, or one of those that the index lists is not.
@@ -148,8 +149,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Which file beside `index` holds which tensor. Raises `ValueError` where it says something
-    else.
+    """Returns which file beside `index` holds which tensor. Raises `ValueError` where it says
+    something else.
     """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
@@ -171,7 +172,7 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened(
     stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
 ) -> dict[str, Stored]:
-    """The tensors in all the files by their name without `prefix`; those whose name matches
+    """Returns the tensors in all the files by their name without `prefix`; those whose name matches
     `no_weights` are left out.
 
     Raises:
@@ -210,8 +211,8 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """The names of the files that a save of ours wrote beside `weights`; none where it was another
-    program that wrote them.
+    """Returns the names of the files that a save of ours wrote beside `weights`; none where it was
+    another program that wrote them.
     """
     if not weights.is_file():
         return set()
@@ -226,8 +227,8 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuse weights that were saved with another configuration than `config`, where they say so: a
-    copy that was cut off.
+    """Refuses weights that were saved with another configuration than `config`, where they say so:
+    a copy that was cut off.
     """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)
@@ -241,7 +242,7 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
 def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
-    """Refuse files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of
+    """Refuses files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of
     copies.
 
     Args:
@@ -325,7 +326,7 @@ def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
 
 
 def library() -> Any:
-    """The package safetensors. Raises `ImportError` where it is not installed."""
+    """Returns the package safetensors. Raises `ImportError` where it is not installed."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -336,6 +337,6 @@ def library() -> Any:
 
 
 def some(names: list[str]) -> str:
-    """The first of the names, how many more there are, and a verb."""
+    """Returns the first of the names, how many more there are, and a verb."""
     first = names[0] if len(names[0]) <= 200 and names[0].isprintable() else short(names[0])
     return f"{first} is" if len(names) == 1 else f"{first} (and {len(names) - 1} more) is"

@@ -14,8 +14,8 @@ AGAIN = "Copy or download it again."
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, which may begin with a byte order mark. Raises `ValueError` for
-    anything else.
+    """Returns the JSON object in `file`, which may begin with a byte order mark. Raises
+    `ValueError` for anything else.
     """
     try:
         content = _files.read(file, "a JSON object")
@@ -34,7 +34,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    """`value` as Python writes it, cut if it is long."""
+    """Returns `value` as Python writes it, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # of an integer of more digits than Python writes

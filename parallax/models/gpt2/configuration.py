@@ -10,7 +10,8 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """A new model ends a text as GPT-2 does, if its vocabulary has that token."""
+    """Returns the fields of a new model: it ends a text as GPT-2 does, if its vocabulary has that
+    token."""
     end = _END if numbers["vocabulary"] > _END else None
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -63,7 +64,7 @@ FIELDS = Fields(
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """The tensors of a GPT-2, by the path of the leaf."""
+    """Returns the tensors of a GPT-2, by the path of the leaf."""
     D, V = config.width, config.vocabulary
     shapes = {
         "attention_norm": ("ln_1", (D,), (D,)),

@@ -29,7 +29,7 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """The output of one block, as `block.apply` describes it."""
+    """Returns the output of one block, as `block.apply` describes it."""
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
@@ -58,7 +58,7 @@ def _layer(config, *, positions, comms, attend):
 
 
 def _add_positions(model, x, keys, *, first, comms):
-    """`x` with the learned embeddings of its positions, and with dropout."""
+    """Returns `x` with the learned embeddings of its positions, and with dropout."""
     T = x.shape[1] * comms.token_shards
     whole = model.wpe
     static = isinstance(first, int)
@@ -79,7 +79,7 @@ stages = functools.partial(decoder_parts.stages, PARTS, attend=attention)
 def _attention_with_dropout(
     config: Config, comms: tensor.Comms, keys: Key[Array, " batch"], local_heads: int
 ) -> Callable[..., Any]:
-    """`attention` with dropout of its weights."""
+    """Returns `attention` with dropout of its weights."""
     if comms.context_shards > 1:
         raise ValueError(
             f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
@@ -95,7 +95,7 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Each sequence's key at one place of the model."""
+    """Returns each sequence's key at one place of the model."""
 
     def key_at(key):
         return jax.random.fold_in(jax.random.fold_in(key, layer), site)
@@ -104,8 +104,8 @@ def _at(keys, layer, site: int):
 
 
 def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
-    """Dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of them
-    all.
+    """Returns dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of
+    them all.
     """
     if keys is None or rate == 0:
         return x
@@ -121,7 +121,8 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):
-    """Dropout of attention weights [B, H, T, S], by sequence and by head of the whole model."""
+    """Returns dropout of attention weights [B, H, T, S], by sequence and by head of the whole
+    model."""
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 
     def mask(key, head):

@@ -120,7 +120,7 @@ class Norm(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens width"], epsilon: float
     ) -> Float[Array, "batch tokens width"]:
-        """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+        """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias."""
         wide = x.astype(precision.accumulation_dtype(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
@@ -216,7 +216,8 @@ def attention(
     drop: Callable[..., Any] | None = None,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or wider.
+    """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
+    wider.
 
     `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs
     the last digits. `drop` is applied to the weights, [B, H, T, S]. With `segments`, a token sees
@@ -236,8 +237,8 @@ def attention(
 def rules(
     axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1
 ) -> Callable[..., Any]:
-    """How a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its hidden
-    dim, the vocabulary by rows.
+    """Returns how a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its
+    hidden dim, the vocabulary by rows.
 
     With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over
     the stages, the vocabulary over both axes. It is the same for any `size` of the axis.

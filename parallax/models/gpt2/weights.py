@@ -19,7 +19,7 @@ from parallax.models.gpt2.model import GPT2, Config
 def load(
     path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128
 ) -> GPT2:
-    """The GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
+    """Returns the GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
 
     Leaves are read one at a time: beside the model there is never more than one of them in memory.
     To put the model on a mesh of smaller devices, read it into the host's memory and send each
@@ -56,7 +56,7 @@ def load(
 
 
 def save(model: GPT2, path: str | os.PathLike[str]) -> str:
-    """Write `model` into the folder `path`, for `load` and for
+    """Writes `model` into the folder `path`, for `load` and for
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
     Each leaf keeps its dtype; the widest is the one that `config.json` states, in which

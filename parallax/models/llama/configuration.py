@@ -26,7 +26,7 @@ NEEDED = {"default": (), "llama3": tuple(SCALED)}  # fields, by the type of rota
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions, which are known and agree.
+    """Returns the fields of rotary positions, which are known and agree.
 
     They are in `rope_parameters` since version 5 of transformers, and in `rope_theta` and
     `rope_scaling` before it.
@@ -114,7 +114,8 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """The fields of a new model. transformers takes other tokens where these are left out."""
+    """Returns the fields of a new model. transformers takes other tokens where these are left
+    out."""
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     common = {"architectures": [architecture], "use_cache": True, "initializer_range": 0.02}
     return lambda numbers: common | tokens
@@ -170,7 +171,7 @@ FIELDS = {
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """The tensors of the four, by the path of the leaf."""
+    """Returns the tensors of the four, by the path of the leaf."""
     D, F, V, K = config.width, config.hidden, config.vocabulary, config.head_width
     layers, copies = (("layer", config.layers),), ("lm_head.weight",) if config.tied else ()
 

@@ -37,8 +37,8 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """The output of one block, as `block.apply` describes it; one with experts returns an `Output`
-    with its auxiliary losses and `experts.Statistics`.
+    """Returns the output of one block, as `block.apply` describes it; one with experts returns an
+    `Output` with its auxiliary losses and `experts.Statistics`.
 
     If each device has all heads of keys and values, it computes those that its queries attend to;
     backward, one all-reduce of their weights' size sums the gradients. `turns` are those of the
@@ -82,7 +82,7 @@ stages = functools.partial(decoder_parts.stages, PARTS)
 def fed_forward(
     weights: MLP, y: Float[Array, "batch tokens_shard width"], comms: tensor.Comms
 ) -> Float[Array, "batch tokens_shard width"]:
-    """The sum that the feed-forward adds to the residual stream."""
+    """Returns the sum that the feed-forward adds to the residual stream."""
     y = comms.all_tokens(y)
     y = jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up)
     y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)
@@ -92,7 +92,7 @@ def fed_forward(
 def mixed(
     weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, comms: tensor.Comms
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
-    """The sum that the experts add to the residual stream, and statistics of the router."""
+    """Returns the sum that the experts add to the residual stream, and statistics of the router."""
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
     out, statistics = mixture(y, weights.mixture, route=route, comms=comms)
@@ -112,8 +112,8 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
     Float[Array, "batch tokens groups head_width"],
 ]:
-    """This device's heads of queries, and of the keys and values that they attend to, turned to
-    their positions.
+    """Returns this device's heads of queries, and of the keys and values that they attend to,
+    turned to their positions.
     """
     heads = weights.query.weight.shape[1]
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -126,7 +126,8 @@ def queries_keys_values(
 
 
 def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
-    """The heads of a layer of keys or values that this device's `heads` of queries attend to.
+    """Returns the heads of a layer of keys or values that this device's `heads` of queries attend
+    to.
 
     They are all that the device has if the axis splits them, and some of them if each device has
     all.
@@ -157,8 +158,8 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
-    """Cosine and sine of the angle by which each pair of a head is turned at each position, in
-    float32, or wider where allowed.
+    """Returns the cosine and sine of the angle by which each pair of a head is turned at each
+    position, in float32, or wider where allowed.
 
     Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is
     slow.
@@ -182,8 +183,8 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of `x`
-    again.
+    """Returns each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of
+    `x` again.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
@@ -191,11 +192,11 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """The outputs of a column-parallel layer, from activations that all devices have."""
+    """Returns the outputs of a column-parallel layer, from activations that all devices have."""
     y = jnp.tensordot(y, layer.weight, axes=1)
     return y if isinstance(layer.bias, tuple) else tensor.add_bias(y, layer.bias)
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
-    """Heads normalised, each device's by the weight that all have."""
+    """Returns the heads normalised, each device's by the weight that all have."""
     return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

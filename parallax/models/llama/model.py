@@ -45,7 +45,7 @@ class Norm(eqx.Module):
     def __call__(
         self, x: Float[Array, "*dims width"], epsilon: float
     ) -> Float[Array, "*dims width"]:
-        """x / sqrt(mean of squares + epsilon) * weight."""
+        """Returns x / sqrt(mean of squares + epsilon) * weight."""
         wide = x.astype(precision.accumulation_dtype(x.dtype))
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
         return (wide * scale).astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
@@ -199,8 +199,8 @@ def rules(
     size: int = 1,
     expert: AxisName | None = None,
 ) -> sharding.Rule:
-    """How a Llama is split over `axis_name`: attention by heads, the feed-forward by its hidden
-    dim, the vocabulary by rows.
+    """Returns how a Llama is split over `axis_name`: attention by heads, the feed-forward by its
+    hidden dim, the vocabulary by rows.
 
     Heads of keys and values are split where `size`, that of the axis, divides them. Where they
     divide it, each device has all of them, and `forward.block` picks the one that its queries
@@ -252,8 +252,8 @@ def rules(
 
 
 def split_groups(groups: int, devices: int) -> bool:
-    """Whether so many devices split the heads of keys and values; else each has all of them. Raises
-    `ValueError` as `rules`.
+    """Returns whether so many devices split the heads of keys and values; else each has all of
+    them. Raises `ValueError` as `rules`.
     """
     if groups % devices and devices % groups:
         fit = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)

@@ -22,7 +22,7 @@ from parallax.models.llama.sizes import Config
 def load(
     path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128
 ) -> Llama:
-    """The Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device:
+    """Returns the Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device:
     otherwise as `gpt2.load`.
 
     Its kind is the `model_type` of its `config.json`; without one it is a Llama.
@@ -56,8 +56,8 @@ def load(
 
 
 def save(model: Llama, path: str | os.PathLike[str]) -> str:
-    """Write `model` into the folder `path`, for `load` and for `transformers.AutoModelForCausalLM`:
-    otherwise as `gpt2.save`.
+    """Writes `model` into the folder `path`, for `load` and for
+    `transformers.AutoModelForCausalLM`: otherwise as `gpt2.save`.
 
     With biases it is a Qwen 2, with norms of heads a Qwen 3, with experts a Mixtral, else a Llama.
     How much auxiliary losses count is not saved: it is the training's, and a Mixtral's fields mean
