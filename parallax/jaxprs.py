@@ -425,8 +425,8 @@ def is_of_optax(file_name: str) -> bool:
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of
-    an earlier call."""
-    return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES)
+    an earlier call. Those of `eqx.filter_jit` are the caller's."""
+    return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
 
 
 @functools.cache

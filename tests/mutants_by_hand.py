@@ -254,6 +254,30 @@ LAYERS = (
         "test_lint_spread.py::test_terms_that_are_merged_are_no_mistake",
     ),
     Mutant(
+        "_differently_ordered",
+        " and not _are_successive(*as_placed, dim)",
+        "",
+        "test_lint_tokens.py::test_no_alarm_where_the_values_do_not_tell",
+    ),
+    Mutant(
+        "_is_table",
+        " and (places != count).any()",
+        "",
+        "test_lint_tokens.py",
+    ),
+    Mutant(
+        "_shard_maps",
+        "known |= dict(zip(jaxpr.invars, arguments, strict=True))",
+        "known |= dict.fromkeys(jaxpr.invars)",
+        "test_lint_tokens.py::test_tokens_over_two_axes_are_found",
+    ),
+    Mutant(
+        "is_jax_function",
+        "_LIBRARIES[0]",
+        "_LIBRARIES",
+        "test_lint_tokens.py::test_a_line_under_filter_jit_is_the_callers",
+    ),
+    Mutant(
         "ShardMap.note_clipped_sums",
         "if axes and not",
         "if axes or not",
@@ -1136,7 +1160,7 @@ RUN = (
         "Writer._finish",
         "                    written = True\n",
         "",
-        "test_storage.py -k any_operation",
+        "test_storage.py::test_arrays_that_are_written_are_not_written_again",
     ),
     Mutant("Writer._finish", "2 ** (number - 1)", "1", "test_storage.py -k goes_on_meanwhile"),
     Mutant(

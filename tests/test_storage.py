@@ -165,6 +165,30 @@ def test_the_run_goes_on_meanwhile_and_stops_after_the_limit(tmp_path, monkeypat
     assert_restored(tmp_path, 1)
 
 
+def test_arrays_that_are_written_are_not_written_again(tmp_path, monkeypatch):
+    """Only what failed is done again: here the last record of the checkpoint."""
+    seals, writes = [], []
+    seal, begin = records.seal, records.begin
+
+    def seal_at_the_third_try(*arguments):
+        seals.append(arguments)
+        if len(seals) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        seal(*arguments)
+
+    def count(*arguments):
+        writes.append(arguments)
+        begin(*arguments)
+
+    monkeypatch.setattr(records, "seal", seal_at_the_third_try)
+    monkeypatch.setattr(records, "begin", count)
+    said = []
+    with Checkpoints(tmp_path, settings={}, say=said.append) as store:
+        store.save(1, state_of(1))
+    assert (len(seals), len(writes), len(said)) == (3, 1, 2)
+    assert_restored(tmp_path, 1)
+
+
 def test_what_is_no_fault_of_the_storage_is_told_at_once(tmp_path, monkeypatch):
     said = []
     with Checkpoints(tmp_path, settings={}, say=said.append) as store:

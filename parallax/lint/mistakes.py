@@ -215,6 +215,19 @@ def repeated_on_each_device(
     return Finding(kind, where, f"{meeting}: {harm}", cure)
 
 
+def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Finding:
+    """Tokens in the order of the text, which the program takes for another order."""
+    return Finding(
+        "tokens-not-split",
+        f"dim {dim} of the batch's {shown(tokens)}",
+        f"its targets are its inputs, one token later, so its tokens stand in the order of the "
+        f"text, and the program takes them to be split over {named(axes)} in another: each of "
+        f"{size} devices masks and numbers the tokens of other places.",
+        f"Reorder inputs and targets first: context.split(tokens, {size}). Or pass "
+        "order=context.contiguous to every function of context.",
+    )
+
+
 def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
     """Something whole, added to a term of a sum."""
     return Finding(

@@ -1,6 +1,6 @@
 """Mistakes in a traced program, which is neither compiled nor run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from parallax import pipeline
 from parallax.jaxprs import opened
 from parallax.lint import values
-from parallax.lint.finding import Finding
+from parallax.lint.finding import Finding, report
 from parallax.lint.reading import Reading
+from parallax.lint.token_order import unsplit_tokens
 
 
 def program(
@@ -66,6 +67,9 @@ def program(
       accepted.
     * `added-before-the-sum`: a bias, or a residual, added on each device to a term of a sum over
       them.
+    * `tokens-not-split`: inputs and targets in the order of the text, in a program that takes
+      their tokens to be split in another, such as `context.zigzag`. It is found only where the
+      arguments are arrays, of which the targets are the inputs, one token later.
     * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a
       pipeline reads parameters for which it has no gradient, or all stages have the same layers.
       The trace ends there with an error, and this is the only finding.
@@ -101,4 +105,27 @@ def program(
         return [Finding(error.kind, error.where, error.harm, error.cure)]
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
-    return list(reading.findings.values())
+    return [*reading.findings.values(), *unsplit_tokens(jaxpr, args)]
+
+
+PASS = ("same-every-trip", "sum-in-a-loop", "summed-twice", "wide-product")
+
+
+def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) -> None:
+    """Raises an error if `program(f, *args)` finds a mistake that changes numbers.
+
+        train = jax.jit(mesh.spmd(step.make(grad, optimizer), ...))
+        lint.check(train, state, batch)
+
+    Args:
+        f: a function, as `program` takes it.
+        args: its arguments.
+        allowed: the kinds of findings that pass; by default those that cost time alone, and
+            `summed-twice`, which a quotient after it may mend.
+
+    Raises:
+        ValueError: the findings, with their lines and cures.
+    """
+    findings = [finding for finding in program(f, *args) if finding.kind not in allowed]
+    if findings:
+        raise ValueError(report(findings))

@@ -1,0 +1,105 @@
+"""Tokens that stand in another order than the one that a program takes them to have.
+
+A program with split tokens has a constant of their places, [devices, tokens of a device], as
+`context.positions` makes it. The order of the tokens that come in shows in their values: targets
+are the inputs, one token later.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from parallax import jaxprs
+from parallax.lint import mistakes
+from parallax.lint.finding import Finding
+from parallax.trees import entry_axes, is_array
+
+
+def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
+    """Yields a finding for inputs and targets that were not split as the program's places say.
+
+    `args` are those of the program; without them nothing is found.
+    """
+    leaves = filter(is_array, jax.tree.leaves(args))
+    arguments = [_whole_numbers(leaf) for leaf in leaves] or [None] * len(program.in_avals)
+    for eqn, values in _shard_maps(program, arguments):
+        sizes = eqn.params["mesh"].shape
+        inputs = [
+            (value, spec)
+            for value, spec in zip(values, eqn.params["in_specs"], strict=True)
+            if value is not None
+        ]
+        tables = [value for value, spec in inputs if _is_table(value) and not any(spec)]
+        for (first, spec), (second, second_spec) in itertools.permutations(inputs, 2):
+            if first.shape == second.shape and spec == second_spec:
+                yield from _differently_ordered(first, second, spec, sizes, tables)
+
+
+def _differently_ordered(
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    spec: PartitionSpec,
+    sizes: Mapping[str, int],
+    tables: Sequence[np.ndarray],
+) -> Iterator[Finding]:
+    """Yields a finding for each table of places that is not the order of these tokens."""
+    for dim, entry in enumerate(spec):
+        axes = entry_axes(entry)
+        devices = math.prod(sizes[axis] for axis in axes)
+        for table in tables:
+            if len(table) != devices or table.size != tokens.shape[dim]:
+                continue
+            in_order = np.argsort(table.reshape(-1))
+            as_placed = [array.take(in_order, dim) for array in (tokens, targets)]
+            # Tokens that are all alike are in any order.
+            if _are_successive(tokens, targets, dim) and not _are_successive(*as_placed, dim):
+                yield mistakes.tokens_not_split(tokens, dim, frozenset(axes), devices)
+
+
+def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
+    """Returns whether the targets are the tokens, one place later."""
+    later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
+    return bool((later == targets).all())
+
+
+def _is_table(value: np.ndarray) -> bool:
+    """Returns whether an array has places [devices, tokens], in another order than theirs."""
+    if value.ndim != 2 or min(value.shape) < 2:
+        return False
+    places, count = value.reshape(-1), np.arange(value.size)
+    return bool((np.sort(places) == count).all() and (places != count).any())
+
+
+def _whole_numbers(value: Any) -> np.ndarray | None:
+    """Returns an array of whole numbers on this machine, or None where a value is no such array."""
+    if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer) or value.is_deleted():
+            return None
+        if not value.is_fully_addressable:
+            return None
+    dtype = None if isinstance(value, jax.ShapeDtypeStruct) else getattr(value, "dtype", None)
+    return np.asarray(value) if dtype and jnp.issubdtype(dtype, jnp.integer) else None
+
+
+def _shard_maps(
+    program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
+) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
+    """Yields each `shard_map` of a program, with the arrays that reach it unchanged."""
+    jaxpr = jaxprs.opened(program)
+    constants = map(_whole_numbers, getattr(program, "consts", ()))
+    known = dict(zip(jaxpr.constvars, constants, strict=False))
+    known |= dict(zip(jaxpr.invars, arguments, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [None if jaxprs.is_literal(atom) else known.get(atom) for atom in eqn.invars]
+        bodies = jaxprs.closed(eqn.params)
+        if eqn.primitive.name == "shard_map":
+            yield eqn, values
+        elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
+            yield from _shard_maps(bodies[0], values)
