@@ -255,15 +255,9 @@ LAYERS = (
     ),
     Mutant(
         "_differently_ordered",
-        " and not _are_successive(*as_placed, dim)",
+        " and not _are_successive(placed, placed_targets, dim)",
         "",
         "test_lint_tokens.py::test_no_alarm_where_the_values_do_not_tell",
-    ),
-    Mutant(
-        "_is_table",
-        " and (places != count).any()",
-        "",
-        "test_lint_tokens.py",
     ),
     Mutant(
         "_shard_maps",

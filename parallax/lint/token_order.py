@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
@@ -57,9 +58,11 @@ def _differently_ordered(
             if len(table) != devices or table.size != tokens.shape[dim]:
                 continue
             in_order = np.argsort(table.reshape(-1))
-            as_placed = [array.take(in_order, dim) for array in (tokens, targets)]
+            placed, placed_targets = tokens.take(in_order, dim), targets.take(in_order, dim)
             # Tokens that are all alike are in any order.
-            if _are_successive(tokens, targets, dim) and not _are_successive(*as_placed, dim):
+            if _are_successive(tokens, targets, dim) and not _are_successive(
+                placed, placed_targets, dim
+            ):
                 yield mistakes.tokens_not_split(tokens, dim, frozenset(axes), devices)
 
 
@@ -70,17 +73,14 @@ def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
 
 
 def _is_table(value: np.ndarray) -> bool:
-    """Returns whether an array has places [devices, tokens], in another order than theirs."""
-    if value.ndim != 2 or min(value.shape) < 2:
-        return False
-    places, count = value.reshape(-1), np.arange(value.size)
-    return bool((np.sort(places) == count).all() and (places != count).any())
+    """Returns whether an array has places [devices, tokens of a device], each once."""
+    return value.ndim == 2 and bool((np.sort(value, axis=None) == np.arange(value.size)).all())
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
     """Returns an array of whole numbers on this machine, or None where a value is no such array."""
     if isinstance(value, jax.Array):
-        if isinstance(value, jax.core.Tracer) or value.is_deleted():
+        if isinstance(value, Tracer) or value.is_deleted():
             return None
         if not value.is_fully_addressable:
             return None
@@ -94,7 +94,7 @@ def _shard_maps(
     """Yields each `shard_map` of a program, with the arrays that reach it unchanged."""
     jaxpr = jaxprs.opened(program)
     constants = map(_whole_numbers, getattr(program, "consts", ()))
-    known = dict(zip(jaxpr.constvars, constants, strict=False))
+    known: dict[Any, np.ndarray | None] = dict(zip(jaxpr.constvars, constants, strict=False))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
     for eqn in jaxpr.eqns:
         values = [None if jaxprs.is_literal(atom) else known.get(atom) for atom in eqn.invars]
