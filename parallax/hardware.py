@@ -19,8 +19,8 @@ Figures are of one device (a TPU chip), in one direction of a link, in 10^9 byte
   directions of all links of a chip together: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e, or
   100 GB/s one way; the 90 of the book are taken for all three.
 * A TPU's clock turns its compiler's cycles into seconds: the rate of products over the operations
-  of a cycle, 2 x 128 x 128 a matrix unit, 4 units a core up to v5p. From v6e on it is not stated, and a
-  v5p's 1.75 GHz is taken.
+  of a cycle, 2 x 128 x 128 a matrix unit, 4 units a core up to v5p. From v6e on it is not stated,
+  and a v5p's 1.75 GHz is taken.
 * Shares: of the stated figures, large products reach 0.75; in the replay of a compiled program,
   passes over a GPU's memory reach 0.9 and NVLink 0.8. These are assumptions. In a TPU's program
   products and passes are in the compiler's own cycles.

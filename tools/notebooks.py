@@ -9,7 +9,10 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LESSONS = ("why-a-ring", "tensor", "pipeline", "zero", "context")
 LINK = "[This page as a notebook](notebooks/{lesson}.ipynb).\n"
-ORIGIN = 'Made from [the page]({lesson}.md) of the documentation. It runs where `pip install -e ".[examples]"` was run in a clone.\n'
+ORIGIN = (
+    "Made from [the page]({lesson}.md) of the documentation. It runs where "
+    '`pip install -e ".[examples]"` was run in a clone.\n'
+)
 PICTURE = re.compile(r"draw\.\w+\(.*\"(\w+\.svg)\"\)")
 SHOW = "from IPython.display import SVG"  # the first line of a cell that shows a picture
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
@@ -25,7 +28,8 @@ def main() -> None:
 
 
 def of_page(page: Path) -> str:
-    """The notebook of a page: its programs are cells of code, and a text block after one is that cell's output.
+    """The notebook of a page: its programs are cells of code, and a text block after one is that
+    cell's output.
 
     The page's link to the notebook becomes one to the page.
     """

@@ -76,7 +76,8 @@ def by_purpose(traffic: Sequence[Any]) -> dict[str, int]:
 
 
 def split_matrices(path: Path) -> None:
-    """Draw two layers of tensor parallelism: columns of W1, rows of W2, and what each device has."""
+    """Draw two layers of tensor parallelism: columns of W1, rows of W2, and what each device
+    has."""
     devices = 4
     shades = [canvas.colour(device, devices) for device in range(devices)]
     figure = canvas.figure(9.0, 2.6)

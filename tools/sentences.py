@@ -1,4 +1,5 @@
-"""Draws sentences from docstrings and pages, for a reader who judges each by itself: python tools/sentences.py --seed 1."""
+"""Draws sentences from docstrings and pages, for a reader who judges each by itself: python
+tools/sentences.py --seed 1."""
 
 import argparse
 import ast
@@ -23,7 +24,8 @@ def main() -> None:
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """The sentences of all docstrings of the package and the examples, and of all pages, each with its file."""
+    """The sentences of all docstrings of the package and the examples, and of all pages, each with
+    its file."""
     for path in [*(ROOT / "parallax").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (

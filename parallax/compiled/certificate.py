@@ -2,7 +2,8 @@
 
     entries = certificate.read(jax.jit(f).lower(x).compile(), mesh)
     print(certificate.table(entries))
-    print(*certificate.differences(entries, {"data": cost.of(ring.all_reduce, nbytes, n)}), sep="\\n")
+    predicted = {"data": cost.of(ring.all_reduce, nbytes, n)}
+    print(*certificate.differences(entries, predicted), sep="\\n")
 
 A loop's body counts once for each trip. XLA numbers the devices; the mesh says along which axes a
 group of them lies.

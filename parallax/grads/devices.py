@@ -1,5 +1,5 @@
-"""Gradients of microbatches, one after another, and of devices that split the batch: how they become
-those of the whole batch."""
+"""Gradients of microbatches, one after another, and of devices that split the batch: how they
+become those of the whole batch."""
 
 import numbers
 import re

@@ -23,7 +23,8 @@ class Backend(NamedTuple):
         slices: copies of a layer's slice of the stacks for each further layer in a loop's body, as
             ZeRO-3 has two. The slices of all layers are cut from one slice, which XLA cannot read
             in place.
-        near: bytes of an innermost loop's body that live in a memory on the chip, not in the device's.
+        near: bytes of an innermost loop's body that live in a memory on the chip, not in the
+            device's.
         early: whether the place of a loop's stacks is made before the loops that run before it.
     """
 

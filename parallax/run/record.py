@@ -61,8 +61,8 @@ def begin(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, record: Record) -> None:
-    """Finishes the checkpoint begun in `folder`, whose arrays are on the disk: hashes every file and
-    writes the manifest."""
+    """Finishes the checkpoint begun in `folder`, whose arrays are on the disk: hashes every file
+    and writes the manifest."""
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names)
     manifest.write(

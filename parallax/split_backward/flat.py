@@ -1,6 +1,8 @@
-"""A traced program without calls: the equations of `jit` and `checkpoint` stand in line with the rest.
+"""A traced program without calls: the equations of `jit` and `checkpoint` stand in line with the
+rest.
 
-Loops and conditionals keep their programs inside. The body of each loop that `lax.scan` made is flat too.
+Loops and conditionals keep their programs inside. The body of each loop that `lax.scan` made is
+flat too.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -92,7 +94,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """The values of variables and literals, as JAX's arrays: a constant of the traced function may be NumPy's."""
+    """The values of variables and literals, as JAX's arrays: a constant of the traced function may
+    be NumPy's."""
 
     def value(atom):
         if is_literal(atom):
@@ -118,7 +121,8 @@ def variables_of(atoms: Sequence[Any]) -> list[Any]:
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """The values, which XLA may not join with what computes them. A barrier makes its results vary alike: one for each type."""
+    """The values, which XLA may not join with what computes them. A barrier makes its results vary
+    alike: one for each type."""
     results = list(values)
     for kind in dict.fromkeys(map(varying_axes, values)):
         places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
@@ -133,8 +137,8 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
     """What these results of a program need.
 
     Returns:
-        Of each equation that counts, by its place, the results that count; and all variables that count. Of a scan a carry
-        counts if a result that counts depends on it in some trip.
+        Of each equation that counts, by its place, the results that count; and all variables that
+        count. Of a scan a carry counts if a result that counts depends on it in some trip.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -148,7 +152,8 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
-    """The results of an equation that must be made for these ones, and the places of the operands that they need."""
+    """The results of an equation that must be made for these ones, and the places of the operands
+    that they need."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):
         return results, set(results)
@@ -183,6 +188,7 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """The one program among an equation's parameters, with the constants that it was traced with."""
+    """The one program among an equation's parameters, with the constants that it was traced
+    with."""
     (program,) = closed(eqn.params)
     return program

@@ -1,11 +1,13 @@
-"""A backward pass in two halves: I makes the cotangents of the inputs, W goes on from there to the gradients of the weights.
+"""A backward pass in two halves: I makes the cotangents of the inputs, W goes on from there to the
+gradients of the weights.
 
-A value that only W needs is computed in W if it is a product, or follows one, or if it would make what I hands to W larger. All
-other values are computed in I, such as the sums over tokens that are a bias' gradient. W computes again what is cheap and needs
-nothing that I made; no product is computed twice. A scan becomes two: the first stacks, trip by trip, what the second reads.
+A value that only W needs is computed in W if it is a product, or follows one, or if it would make
+what I hands to W larger. All other values are computed in I, such as the sums over tokens that are
+a bias' gradient. W computes again what is cheap and needs nothing that I made; no product is
+computed twice. A scan becomes two: the first stacks, trip by trip, what the second reads.
 
-Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can be cut out of any traced
-program, as dead code is, is ours.
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can
+be cut out of any traced program, as dead code is, is ours.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -55,14 +57,15 @@ def split(
     """The two halves of a backward pass.
 
     Args:
-        backward: takes so many `cotangents`, and then what both halves may read. Returns the cotangents of so many `inputs`, and
-            then the gradients of the weights.
+        backward: takes so many `cotangents`, and then what both halves may read. Returns the
+            cotangents of so many `inputs`, and then the gradients of the weights.
         cotangents: how many arrays.
         inputs: how many arrays.
 
     Returns:
-        `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then the arrays that it hands to W.
-        W takes what `backward` takes after its cotangents, and then those arrays, and returns the gradients of the weights.
+        `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
+        the arrays that it hands to W. W takes what `backward` takes after its cotangents, and then
+        those arrays, and returns the gradients of the weights.
     """
     program = flat(backward)
     arguments = program.jaxpr.invars
@@ -123,7 +126,8 @@ class Cut(NamedTuple):
         program: the whole.
         first: the steps of the first half.
         second: those of the second.
-        handed: variables of the first half that the second reads; behind them come those of each scan in `first`.
+        handed: variables of the first half that the second reads; behind them come those of each
+            scan in `first`.
         made: all variables that only the first half has.
         reads: the arguments that each half reads.
     """
@@ -143,7 +147,8 @@ class Cut(NamedTuple):
         )
 
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
-        """These results, and the arrays for the second half. `arguments` has those that the first half reads."""
+        """These results, and the arrays for the second half. `arguments` has those that the first
+        half reads."""
         values, of_scans = self.program.constants | arguments, []
         for step in self.first:
             if step.loop is None:
@@ -155,7 +160,8 @@ class Cut(NamedTuple):
     def run_second(
         self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]
     ) -> list[Any]:
-        """These results, from the arguments that the second half reads and the arrays from the first."""
+        """These results, from the arguments that the second half reads and the arrays from the
+        first."""
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
@@ -198,7 +204,8 @@ class CutLoop(NamedTuple):
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
-        """Add the first half's results to `values`. Returns what the second half needs of it, [trips, ...] each."""
+        """Add the first half's results to `values`. Returns what the second half needs of it,
+        [trips, ...] each."""
         return self._run(
             eqn,
             values,
@@ -254,7 +261,8 @@ def _cut(
     made: set[Any],
     late: Collection[Any] = (),
 ) -> Cut:
-    """The program in two halves: the first makes the results `first`, the second the results `second`.
+    """The program in two halves: the first makes the results `first`, the second the results
+    `second`.
 
     Args:
         program: the whole.
