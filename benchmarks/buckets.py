@@ -122,7 +122,10 @@ def compiled(
     world: jax.sharding.Mesh, axis: Axis, gradients: list[jax.Array]
 ) -> jax.stages.Compiled:
     """The program that sums every array over the processes."""
-    local = lambda leaves: axis.all_reduce([leaf[0] for leaf in leaves])
+
+    def local(leaves):
+        return axis.all_reduce([leaf[0] for leaf in leaves])
+
     return (
         jax.jit(mesh.spmd(local, mesh=world, in_specs=(P("data"),), out_specs=P()))
         .lower(gradients)

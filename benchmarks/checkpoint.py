@@ -148,7 +148,10 @@ def row(
             blocked.append(returned - start)
             costs.append((saved - start - alone) / (saved - start))
             beside.append(steps)
-    median = lambda values: statistics.median(values[1:])
+
+    def median(values):
+        return statistics.median(values[1:])
+
     return {
         "steps": kind,
         "save ms": measure.milliseconds(median(saves)),

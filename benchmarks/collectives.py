@@ -213,7 +213,10 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
         runs, sent, programs = {}, {}, {}
         x = placed(world, S)
         for name, all_reduce in rivals.items():
-            local = lambda x, f=all_reduce: f(x, AXES)
+
+            def local(x, f=all_reduce):
+                return f(x, AXES)
+
             program = (
                 jax.jit(mesh.spmd(local, mesh=world, in_specs=(P(AXES),), out_specs=P()))
                 .lower(x)
@@ -238,7 +241,10 @@ def race(world: Mesh, arguments: argparse.Namespace) -> tuple[Link, str, list[di
 def placed(world: Mesh, nbytes: int) -> jax.Array:
     """An array of `nbytes` on each device: small whole numbers, other ones on each."""
     size, sharding = nbytes // 4, NamedSharding(world, P(AXES))
-    block = lambda index: (np.arange(size, dtype=np.float32) % 13 + (index[0].start or 0))[None]
+
+    def block(index):
+        return (np.arange(size, dtype=np.float32) % 13 + (index[0].start or 0))[None]
+
     return jax.make_array_from_callback((world.size, size), sharding, block)
 
 

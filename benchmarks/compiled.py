@@ -190,7 +190,10 @@ def read(file: Path) -> list[Row]:
 
 def put(row: Row, file: Path):
     """The row in the file, instead of the one of its target and name that was there."""
-    key = lambda each: (each["target"], each["row"])
+
+    def key(each):
+        return (each["target"], each["row"])
+
     rows = sorted([each for each in read(file) if key(each) != key(row)] + [row], key=key)
     file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
 

@@ -32,12 +32,18 @@ def rivals(n: int, tiles: context.Kernel):
     """Each way's function inside the mesh, the devices and the order that it needs, and the share
     of needed work it computes."""
     on_one = functools.partial(context.blockwise, kernel=tiles)
-    blocks = lambda order: (
-        context.block_pairs(order, n).blocks / context.chunk_table(order, n).shape[1] ** 2 / n * 2
-    )
-    ring = lambda order: functools.partial(
-        context.attention, axis="context", order=order, kernel=tiles
-    )
+
+    def blocks(order):
+        return (
+            context.block_pairs(order, n).blocks
+            / context.chunk_table(order, n).shape[1] ** 2
+            / n
+            * 2
+        )
+
+    def ring(order):
+        return functools.partial(context.attention, axis="context", order=order, kernel=tiles)
+
     return {
         "jax.nn": (functools.partial(jax.nn.dot_product_attention, is_causal=True), 1, None, 2.0),
         "one device": (on_one, 1, None, 2.0),
@@ -85,7 +91,10 @@ def value_and_gradients(attend, over):
 def program(attend, n: int, order, tokens: int):
     """The compiled value and gradients of one sequence, and its arrays."""
     over = mesh.make(context=n, devices=jax.devices()[:n])
-    normal = lambda i, heads: jax.random.normal(jax.random.key(i), (1, tokens, heads, WIDTH))
+
+    def normal(i, heads):
+        return jax.random.normal(jax.random.key(i), (1, tokens, heads, WIDTH))
+
     arrays = normal(0, HEADS), normal(1, GROUPS), normal(2, GROUPS)
     placed = mesh.place(
         arrays if order is None else [context.split(x, n, order=order) for x in arrays], SPEC, over

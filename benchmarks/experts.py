@@ -72,9 +72,14 @@ def products(tokens: int, width: int, hidden: int, count: int, *, rounds: int, k
 
     rivals = {f"blocks of {size}": experts.grouped(size=size) for size in (64, 128, 256, 512)}
     rivals |= {"lax.ragged_dot": by_ragged_dot, "all experts on all": all_of_all}
-    compiled = lambda compute: (
-        jax.jit(jax.value_and_grad(functools.partial(loss, compute=compute))).lower(w, x).compile()
-    )
+
+    def compiled(compute):
+        return (
+            jax.jit(jax.value_and_grad(functools.partial(loss, compute=compute)))
+            .lower(w, x)
+            .compile()
+        )
+
     programs = {name: compiled(compute) for name, compute in rivals.items()}
     expected = programs["all experts on all"](w, x)[1]
     apart = {name: distance(program(w, x)[1], expected) for name, program in programs.items()}

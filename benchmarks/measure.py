@@ -173,10 +173,13 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         not all(NUMBER.fullmatch(cell) for cell in column[1:])
         for column in zip(*cells, strict=True)
     ]
-    align = lambda row: [
-        c.ljust(w) if to_left else c.rjust(w)
-        for c, w, to_left in zip(row, widths, left, strict=True)
-    ]
+
+    def align(row):
+        return [
+            c.ljust(w) if to_left else c.rjust(w)
+            for c, w, to_left in zip(row, widths, left, strict=True)
+        ]
+
     head, *body = ["  ".join(align(row)).rstrip() for row in cells]
     return "\n".join([head, "-" * len(head), *body])
 

@@ -123,7 +123,10 @@ def main():
 def ours(task: Task, mesh_: Mesh, M: int, schedule: Schedule, *, remat: bool = False) -> Rival:
     """`pipeline.value_and_grad` of the blocks as [v, L / v, ...]."""
     v = schedule.chunks
-    chunked = lambda w: w.reshape(v, -1, *w.shape[1:])
+
+    def chunked(w):
+        return w.reshape(v, -1, *w.shape[1:])
+
     grad = pipeline.value_and_grad(
         lambda blocks, part: part[0],
         lambda blocks, x, part, position: task.apply(blocks, x),

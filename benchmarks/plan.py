@@ -103,7 +103,10 @@ def main():
         )
     print(f"\n{measure.table(rows)}\n")
     off = [abs(float(row["off"].rstrip("%"))) for row in rows]
-    equal = lambda column: sum(row[column] == "equal" for row in rows)
+
+    def equal(column):
+        return sum(row[column] == "equal" for row in rows)
+
     print(
         f"{len(rows)} layouts. Arguments equal in {equal('arguments')}, bytes sent along every "
         f"axis equal in {equal('sent')}. Temporaries: off by {statistics.median(off):.1f} % in the "
@@ -186,7 +189,10 @@ def times(rounds: int):
         for name, seconds in sorted(taken.items(), key=lambda item: item[1])
     ]
     print(measure.table(rows), "\n")
-    order = lambda values: np.argsort(np.argsort(values))
+
+    def order(values):
+        return np.argsort(np.argsort(values))
+
     predicted = order([planned[name].seconds.total for name in taken])
     print(
         "rank correlation (Spearman): "

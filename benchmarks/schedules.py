@@ -93,11 +93,14 @@ def orders(kind, P, M, chunks):
         made = kind.__new__(kind)
         made._num_stages, made._n_microbatches, made._stage = P, M, None
         return made._get_pipeline_order()
-    stage = lambda index: types.SimpleNamespace(
-        group_size=P, group_rank=0, stage_index=index, num_stages=2 * P, submod=None,
-        has_backward=True, is_first=index == 0, is_last=index == 2 * P - 1,
-        stage_index_to_group_rank=None, group=None, device="cpu",
-    )  # fmt: skip
+
+    def stage(index):
+        return types.SimpleNamespace(
+            group_size=P, group_rank=0, stage_index=index, num_stages=2 * P, submod=None,
+            has_backward=True, is_first=index == 0, is_last=index == 2 * P - 1,
+            stage_index_to_group_rank=None, group=None, device="cpu",
+        )  # fmt: skip
+
     second = 2 * P - 1 if kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else P
     return kind([stage(0), stage(second)], M, loss_fn=lambda out, target: out).pipeline_order
 

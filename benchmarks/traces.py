@@ -249,7 +249,10 @@ def split_of(model: Model, settings: Layout) -> Mapping[str, P]:
 def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
     """The grad arrow and the optimizer of a layout, put together as a user would."""
     axis, data = ring("tensor") if settings.tensor > 1 else (), ring("data")
-    whole = lambda model_, batch: model.loss(model_, batch, axis)
+
+    def whole(model_, batch):
+        return model.loss(model_, batch, axis)
+
     whole = jax.checkpoint(whole) if settings.remat == "block" else whole
     if settings.stage > 1:
         assert model.stages is not None

@@ -193,7 +193,9 @@ BATCH = P(None, "data")
 
 
 def make_params():
-    normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
+    def normal(i, *shape):
+        return 0.3 * jax.random.normal(jax.random.key(i), shape)
+
     layers = {
         "up": normal(1, LAYERS, WIDTH, HIDDEN),
         "down": normal(2, LAYERS, HIDDEN, WIDTH),

@@ -71,9 +71,10 @@ def run(n: int, tokens: np.ndarray) -> Run:
     batches = [mesh.place(windows(tokens, i), P("data"), devices) for i in range(STEPS)]
     train = prepared.train.lower(prepared.shapes, batches[0]).compile()
     state, works_in = prepared.init(), train.memory_analysis().temp_size_in_bytes
-    local = lambda model, part: gpt2.loss(model, (part, None))[
-        None
-    ]  # nothing is reduced
+
+    def local(model, part):
+        return gpt2.loss(model, (part, None))[None]  # nothing is reduced
+
     own = jax.jit(
         mesh.spmd(local, mesh=devices, in_specs=(P(), P("data")), out_specs=P("data"))
     )(state.model, batches[0])
@@ -118,7 +119,10 @@ if __name__ == "__main__":
         "float32's rounding\n"
     )
     print("a device          1 device  4 devices")
-    median = lambda run: float(np.median(run.seconds[2:]))
+
+    def median(run):
+        return float(np.median(run.seconds[2:]))
+
     print(f"ms a step         {1000 * median(one):8.1f} {1000 * median(four):10.1f}")
     print(f"MB sent a step    {one.sent / 1e6:8.2f} {four.sent / 1e6:10.2f}")
     for name in one.kept:

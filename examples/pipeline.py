@@ -58,7 +58,9 @@ if __name__ == "__main__":
     plan = schedule.one_f_one_b_lockstep(stages=4, microbatches=16)
     print(draw.summary(plan), draw.text(plan), sep="\n")
 
-    normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape)
+    def normal(i, *shape):
+        return 0.3 * jax.random.normal(jax.random.key(i), shape)
+
     net = Net(
         normal(0, 16, 32), jnp.ones(32), normal(1, 1, 8, 32, 32), normal(2, 32, 1)
     )

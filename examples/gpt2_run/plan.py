@@ -34,7 +34,12 @@ SETTINGS, PARTIAL, CHECKPOINTS = (
     ".settings.json.partial",
     "checkpoints",
 )
-DTYPE = lambda: jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
+
+
+def DTYPE():
+    return jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
+
+
 ALGORITHMS = {"ring": ring, "psum": xla}
 TOKENIZERS = {
     "bytes": corpus.bytes_tokenizer,

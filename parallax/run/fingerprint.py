@@ -210,9 +210,12 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         bits ^ place * np.uint32(0x9E3779B9)
     )  # 2^32 over the golden ratio: near places are far apart in bits
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
+
     # One reduction of both: two would each store what they add up, as large as `x`, on a CPU, and
     # take three times as long.
-    both = lambda sums, terms: (sums[0] + terms[0], sums[1] + terms[1])
+    def both(sums, terms):
+        return (sums[0] + terms[0], sums[1] + terms[1])
+
     return jnp.stack(
         lax.reduce((mixed, weighed), (np.uint32(0), np.uint32(0)), both, tuple(range(bits.ndim)))
     )
@@ -318,7 +321,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    local = lambda *blocks: compared(blocks, specs, over.axis_names)
+    def local(*blocks):
+        return compared(blocks, specs, over.axis_names)
+
     return mesh.spmd(local, mesh=over, in_specs=specs, out_specs=PartitionSpec())(*leaves)
 
 
@@ -356,7 +361,10 @@ def _strays(
         return []
     (usual, most), (_, second) = counts.most_common(2)
     strays = [place for place, words in words_of.items() if most == second or words != usual]
-    alike = lambda place: counts[words_of[place]]
+
+    def alike(place):
+        return counts[words_of[place]]
+
     return [
         Differs(
             path,
