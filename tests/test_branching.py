@@ -284,10 +284,11 @@ def test_the_schedule_of_the_contributors_page_is_as_one_device():
 
 def jobs_of(table, stage):
     """A stage's jobs in their order."""
-    for lane, job in zip(table.kinds[:, stage], table.jobs[:, stage], strict=True):
-        if lane:
-            microbatch, chunk = divmod(int(job), table.chunks)
-            yield Job(LANES[lane - 1], microbatch, int(table.placed[chunk, stage]))
+    for tick in range(table.ticks):
+        for lane, jobs in table.lanes.items():
+            if (job := int(jobs[tick, stage])) >= 0:
+                microbatch, chunk = divmod(job, table.chunks)
+                yield Job(lane, microbatch, int(table.placed[chunk, stage]))
 
 
 def test_auxiliary_values_are_in_order():
@@ -689,14 +690,7 @@ def test_the_jobs_that_ran_are_those_of_the_table(placed):
         run({"blocks": jnp.ones((table.chunks, table.stages, 3, 3), FLOAT64)}, batch)
     )
     for s in range(table.stages):
-        ticks = np.flatnonzero(table.kinds[:, s])
-        jobs = [
-            (LANES[table.kinds[t, s] - 1], *divmod(int(table.jobs[t, s]), table.chunks))
-            for t in ticks
-        ]
-        assert ran[s] == [
-            (lane, table.placed[chunk, s], microbatch) for lane, microbatch, chunk in jobs
-        ]
+        assert ran[s] == [(job.lane, job.place, job.microbatch) for job in jobs_of(table, s)]
 
 
 def test_what_all_stages_run_runs_in_its_ticks_alone():

@@ -167,7 +167,7 @@ def test_lockstep_adds_up_and_asynchronous_is_never_later(size, costs):
     later = {span[:4]: span.start for span in lockstep}
     assert len(later) == len(asynchronous) == len(lockstep)
     assert all(span.start <= later[span[:4]] + 1e-9 for span in asynchronous)
-    assert table.asynchronous_makespan(*costs) <= table.makespan(*costs) + 1e-9
+    assert max(span.stop for span in asynchronous) <= table.makespan(*costs) + 1e-9
 
 
 @given(sizes(), COSTS, st.sampled_from([0, 3]))
@@ -190,9 +190,10 @@ def test_asynchronous_waits_for_inputs_and_for_its_own_stage(size, costs, hop):
 
 
 def test_a_hop_costs_time_where_there_is_a_next_stage():
+    last = lambda table: max(span.stop for span in table.asynchronous(1, 2, hop=0.5))
     # Down and up: 2 (P - 1) hops, each beside 3 of work.
-    assert one_f_one_b_lockstep(4, 1).asynchronous_makespan(1, 2, hop=0.5) == 4 * 3 + 6 * 0.5
-    assert one_f_one_b_lockstep(1, 4, chunks=2).asynchronous_makespan(1, 2, hop=0.5) == 12
+    assert last(one_f_one_b_lockstep(4, 1)) == 4 * 3 + 6 * 0.5
+    assert last(one_f_one_b_lockstep(1, 4, chunks=2)) == 12
 
 
 @given(sizes())
@@ -263,7 +264,7 @@ def test_a_dropped_job_is_refused(size, data):
     tick, s = data.draw(st.sampled_from(np.argwhere(lane >= 0).tolist()))
     lane[tick, s] = -1
     with pytest.raises(ValueError, match=r"microbatch \d+.* runs in no tick on stage"):
-        Schedule(*lanes, chunks=table.chunks)
+        Schedule(*lanes, placement=table.placed)
 
 
 @given(sizes().filter(lambda size: size[1:] != (1, 1, 1)), st.data())
@@ -275,7 +276,7 @@ def test_a_doubled_job_is_refused(size, data):
     to = data.draw(st.sampled_from([t for t in range(table.ticks) if t != tick]))
     lane[to, s] = lane[tick, s]  # into a free cell, or over another job
     with pytest.raises(ValueError, match=rf"tick \d+, stage {s}: .* has already run in tick"):
-        Schedule(*lanes, chunks=table.chunks)
+        Schedule(*lanes, placement=table.placed)
 
 
 @given(sizes(min_stages=2), st.data())
@@ -290,7 +291,7 @@ def test_a_moved_forward_or_backward_is_refused(size, data):
         lane[tick, s],
     )  # to a free cell, or two jobs change places
     with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(needs its|comes before)"):
-        Schedule(*lanes, chunks=table.chunks)
+        Schedule(*lanes, placement=table.placed)
 
 
 @given(sizes(min_stages=2), st.data())
@@ -302,7 +303,7 @@ def test_a_job_moved_to_another_stage_is_refused(size, data):
     to = data.draw(st.sampled_from([other for other in range(table.stages) if other != s]))
     lane[tick, s], lane[tick, to] = -1, lane[tick, s]
     with pytest.raises(ValueError, match=r"stage \d+"):
-        Schedule(*lanes, chunks=table.chunks)
+        Schedule(*lanes, placement=table.placed)
 
 
 full = sizes(makers=[zero_bubble_lockstep], min_stages=2).filter(
@@ -322,13 +323,13 @@ def test_a_weight_gradient_may_move_but_not_before_its_input_gradient(size, data
     )
     weight[tick, s], weight[to, s] = -1, job
     if to >= ticks_of(backward, job)[s]:
-        assert Schedule(forward, backward, weight, table.chunks).in_flight[s] <= table.in_flight[s]
+        assert Schedule(forward, backward, weight, table.placed).in_flight[s] <= table.in_flight[s]
     else:
         with pytest.raises(
             ValueError,
             match=rf"tick {to}, stage {s}: weight of microbatch .* comes before its backward",
         ):
-            Schedule(forward, backward, weight, table.chunks)
+            Schedule(forward, backward, weight, table.placed)
 
 
 @given(sizes(), st.data())
@@ -340,7 +341,7 @@ def test_two_jobs_that_change_places_with_all_their_walk_make_another_valid_tabl
         np.where(lane < 0, -1, order[lane // table.chunks] * table.chunks + lane % table.chunks)
         for lane in tables(table)
     ]
-    assert Schedule(*renamed, chunks=table.chunks).in_flight.tolist() == table.in_flight.tolist()
+    assert Schedule(*renamed, placement=table.placed).in_flight.tolist() == table.in_flight.tolist()
 
 
 def can_run(lanes, placement):
@@ -485,7 +486,7 @@ def broken(change, maker=one_f_one_b_lockstep, **sizes):
         )
     )
     change(lanes)
-    return lambda: Schedule(*lanes.values(), chunks=table.chunks)
+    return lambda: Schedule(*lanes.values(), placement=table.placed)
 
 
 def put(lane, tick, stage, job):
@@ -568,10 +569,6 @@ MESSAGES = {
         lambda: Schedule(np.zeros((1, 1)), np.zeros((1, 1), int)),
         "The forward table must be whole numbers, ticks x stages, got float64 of shape (1, 1). "
         "Write one row a tick and -1 where a stage rests.",
-    ),
-    "chunks": (
-        lambda: Schedule(np.zeros((1, 1), int), np.zeros((1, 1), int), chunks=0),
-        "A stage has at least one chunk, a whole number of them, got chunks=0.",
     ),
     "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
     "microbatches": (

@@ -15,6 +15,7 @@ A schedule of your own is a `Schedule` of your own tables, or a CSV file (`from_
 import numpy as np
 from jaxtyping import Int
 
+from parallax.schedule.places import looped_placement
 from parallax.schedule.table import Schedule
 
 MOST = 2**26  # cells of a lane's table: 268 MB, which take some seconds to make and to check
@@ -114,4 +115,4 @@ def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
     tables = np.full((len(lanes), ticks, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):
         table[tick, np.arange(P)] = job
-    return Schedule(*tables, chunks=v)
+    return Schedule(*tables, placement=looped_placement(P, v))

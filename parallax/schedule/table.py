@@ -115,36 +115,27 @@ class Schedule:
         forward: the forward jobs.
         backward: the jobs of both gradients, or, with a weight lane, of the input gradient alone.
         weight: the jobs of the weight gradient, where it is separate.
-        chunks: v, per stage, with a looped placement: chunk c of stage s at place c P + s.
         placement: the place in the model of chunk c of stage s, `[chunks, stages]`: each of 0 to
-            vP - 1 once, 0 on stage 0.
+            vP - 1 once, 0 on stage 0. By default stage s has one chunk, at place s.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
-        ValueError: the arrays are not such tables or differ in shape, a job is missing, or `chunks`
-            is below 1.
+        ValueError: the arrays are not such tables or differ in shape, or a job is missing.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
     backward: Shaped[np.ndarray, "_ticks _stages"]
     weight: Shaped[np.ndarray, "_ticks _stages"] | None = None
-    chunks: int = 1
     placement: Placement | None = None
 
     def __post_init__(self):
         """Freeze the tables, then check them."""
-        is_whole = isinstance(self.chunks, int | np.integer) and not isinstance(self.chunks, bool)
-        if not is_whole or self.chunks < 1:
-            raise ValueError(
-                "A stage has at least one chunk, a whole number of them, got "
-                f"chunks={self.chunks!r}."
-            )
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             _check_table(lane, table, np.shape(self.forward))
             object.__setattr__(self, lane, _frozen(table))
         P = self.forward.shape[1]
-        placement = looped_placement(P, self.chunks) if self.placement is None else self.placement
+        placement = looped_placement(P) if self.placement is None else self.placement
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
             raise ValueError(
@@ -158,7 +149,6 @@ class Schedule:
             )
         # The record is frozen, so this is the way to set a field.
         object.__setattr__(self, "placement", placement)
-        object.__setattr__(self, "chunks", len(placement))
         _check(self)
 
     def __repr__(self) -> str:
@@ -180,6 +170,11 @@ class Schedule:
     def stages(self) -> int:
         """P, the number of columns."""
         return self.forward.shape[1]
+
+    @property
+    def chunks(self) -> int:
+        """v, the chunks of layers of each stage."""
+        return len(self.placed)
 
     @property
     def placed(self) -> Int32[np.ndarray, "chunks stages"]:
@@ -215,11 +210,6 @@ class Schedule:
         """The kind of each stage's job, if it has at most one: 0 nothing, 1 F, 2 I, 3 W."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
-
-    @cached_property
-    def jobs(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The job of each stage, of any kind, if it has at most one; -1 where it has none."""
-        return _frozen(np.maximum.reduce(list(self.lanes.values())))
 
     @property
     def last(self) -> int:
@@ -312,12 +302,6 @@ class Schedule:
             stage, chunk = int(stages[place]), int(chunks[place])
             spans.append(Span(stage, lane, microbatch, chunk, start, start + costs[lane]))
         return tuple(sorted(spans, key=operator.attrgetter("start", "stage")))
-
-    def asynchronous_makespan(
-        self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
-    ) -> float:
-        """The time at which the last job of `asynchronous` stops, in the unit of the costs."""
-        return max(span.stop for span in self.asynchronous(forward, backward, weight, hop=hop))
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
@@ -504,48 +488,42 @@ def _check(schedule: Schedule) -> None:
             "its own in a tick: a table of W, and no stage with two jobs in one tick. Take the "
             "backward jobs apart into I and W, each in a tick of its own."
         )
-    for lane, step, source in (("forward", 1, "before"), ("backward", -1, "after")):
-        walk, places = when[lane][:, ::step], range(last + 1)[::step]
-        # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
-        waits = np.diff(walk, axis=1)
-        wrong = np.argwhere(waits < 1 if per_stage else waits != 1).tolist()
-        if wrong:
-            m, k = wrong[0]
-            tick = int(walk[m, k])
-            needs = (
-                f"needs its {lane} at the place {source}, which runs in tick {tick}. Move it to "
-                f"tick {tick + 1}{' or later' if per_stage else ''}."
-            )
-            raise _cannot_run(schedule, lane, m, places[k + 1], needs)
-    _check_causes(schedule)
+    places = np.arange(last + 1)
+    # A lane, the places of its jobs, and the lane and the places of the jobs that these need.
+    needed = [
+        ("forward", places[1:], "forward", places[:-1]),
+        ("backward", places[-2::-1], "backward", places[:0:-1]),
+        ("backward", places[-1:], "forward", places[-1:]),
+        ("weight", places, "backward", places),
+    ]
+    for lane, targets, cause, sources in needed[: len(schedule.lanes) + 1]:
+        waits = when[lane][:, targets] - when[cause][:, sources]
+        if lane == cause:
+            # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
+            wrong = waits < 1 if per_stage else waits != 1
+        else:
+            wrong = waits < 0
+        for m, k in np.argwhere(wrong).tolist()[:1]:
+            why = _lateness(schedule, lane, cause, int(when[cause][m, sources[k]]))
+            raise _cannot_run(schedule, lane, m, int(targets[k]), why)
     idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
     if idle.size and not per_stage:
         problem = "no job runs here, nor on any other stage. Leave this tick out."
         raise CannotRun(int(idle[0]), 0, problem)
 
 
-def _check_causes(schedule: Schedule) -> None:
-    """Refuse a backward job before its forward at the last place, or a weight job before its
-    backward.
-
-    The order from place to place is right already, so the other causes follow.
-    """
-    when, last = schedule._when, schedule.placed.size - 1
-    everywhere = list(range(last + 1))
-    for lane, cause, places in (
-        ("backward", "forward", [last]),
-        ("weight", "backward", everywhere),
-    ):
-        if lane not in when:
-            continue
-        early = np.argwhere(when[lane][:, places] < when[cause][:, places]).tolist()
-        if early:
-            m, k = early[0]
-            needs = (
-                f"comes before its {cause}, which runs in tick {when[cause][m, places[k]]}. Move "
-                "it to that tick or a later one."
-            )
-            raise _cannot_run(schedule, lane, m, places[k], needs)
+def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
+    """The reason why a job runs too early, or in lockstep too late, after one in this tick."""
+    if lane != cause:
+        return (
+            f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
+            "one."
+        )
+    source = "before" if lane == "forward" else "after"
+    return (
+        f"needs its {lane} at the place {source}, which runs in tick {tick}. Move it to tick "
+        f"{tick + 1}{' or later' if schedule.per_stage else ''}."
+    )
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
