@@ -6,6 +6,7 @@ width, F feed-forward, H heads, K head width, V vocabulary, L layers.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -152,7 +153,8 @@ def logits(model, tokens):
     """With nothing of the recipe: the reference that every layout must equal."""
     x = model.table[tokens]
     for layer in range(model.layers.qkv.shape[0]):
-        of_layer = jax.tree.map(lambda w: w[layer] if eqx.is_array(w) else w, model.layers)
+        arrays, static = eqx.partition(model.layers, eqx.is_array)
+        of_layer = eqx.combine(jax.tree.map(operator.itemgetter(layer), arrays), static)
         x = block(of_layer, x, None, layer, comms=tensor.comms(()), attend=attention)
     return normed(x, model.norm) @ model.head.T
 

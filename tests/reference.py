@@ -3,6 +3,7 @@ near enough."""
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ def one_device(embed: Callable, stage: Callable, head: Callable, positions: int)
         blocks, functions = eqx.partition(params.blocks, eqx.is_array)
         blocks = jax.tree.map(lambda w: w.reshape(positions, -1, *w.shape[2:]), blocks)
         for k in range(positions):
-            own = eqx.combine(jax.tree.map(lambda w: w[k], blocks), functions)
+            own = eqx.combine(jax.tree.map(operator.itemgetter(k), blocks), functions)
             made = stage(_with_blocks(params, own), x, batch, jnp.asarray(k, jnp.int32))
             x = made.x if isinstance(made, pipeline.Output) else made
         return head(params, x, batch)

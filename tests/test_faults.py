@@ -174,14 +174,14 @@ def test_kills_at_random_moments_end_in_the_same_bits(
             if number % 3 == 0:  # before its first step, as far as is known
                 job.until(job.ranks)
                 time.sleep(generator.uniform(0, start_up))
-                job.until(lambda: len(job.ranks()) == processes)
+                job.until(lambda expected=processes: len(job.ranks()) == expected)
                 begun.append((launcher, processes))
             else:
                 restored = goes_on_from(job)
                 start_up = time.time() - job.began
                 lost.append(reached - restored)
-                further = generator.randint(1, 4)
-                job.until(lambda: job.steps() >= restored + further)
+                reaches = restored + generator.randint(1, 4)
+                job.until(lambda reaches=reaches: job.steps() >= reaches)
                 time.sleep(generator.uniform(0, 0.5))
             rank = generator.randrange(processes)
             kill(job.rank(rank), signal.SIGKILL)

@@ -359,9 +359,8 @@ def test_every_leaf_that_a_layout_copies_is_compared(name):
     for path, leaf in whole.items():
         device = generator.choice(devices.devices.flat).id
         wrong = flips.flipped(leaf, device, generator.randrange(10**6), generator.randrange(64))
-        found = fingerprint.differing(
-            jax.tree.map_with_path(lambda at, x: wrong if at == path else x, state)
-        )
+        leaves = [wrong if at == path else x for at, x in jax.tree.leaves_with_path(state)]
+        found = fingerprint.differing(jax.tree.unflatten(jax.tree.structure(state), leaves))
         if mesh.dotted(path) in alone:
             assert found == []
             assert len({str(shard.index) for shard in leaf.addressable_shards}) == devices.size
@@ -455,9 +454,12 @@ def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
     assert len(leaves) >= 3
     for draw in range(100):
         path, device = generator.choice(leaves), generator.randrange(8)
-        turns = lambda at, x: flips.flipped(x, device, number, bit) if at == path else x
         number, bit, left = generator.randrange(10**6), generator.randrange(32), draw % EVERY
-        wrong = jax.tree.map_with_path(turns, state)
+        turned = [
+            flips.flipped(x, device, number, bit) if at == path else x
+            for at, x in jax.tree.leaves_with_path(state)
+        ]
+        wrong = jax.tree.unflatten(jax.tree.structure(state), turned)
         assert [(each.leaf, each.device) for each in fingerprint.differing(wrong)] == [
             (mesh.dotted(path), device)
         ]

@@ -218,18 +218,16 @@ def test_transformations(layout):
 
     def f(axis_name):
         def body(x, up, down):
-            results = []
-            for enter, leave in (OURS, PLAIN):
+            def transformed(enter, leave):
                 linear = lambda x: leave(
                     enter(x, up, axis_name, axis=1),
                     down,
                     axis_name,
                     scatter_dimension=1,
                 )
-                results.append(
-                    {name: transform(linear, x)[None] for name, transform in TRANSFORMED.items()}
-                )
-            return results
+                return {name: transform(linear, x)[None] for name, transform in TRANSFORMED.items()}
+
+            return [transformed(*pair) for pair in (OURS, PLAIN)]
 
         return body
 

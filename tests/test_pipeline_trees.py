@@ -2,6 +2,7 @@
 all of it as on one device."""
 
 import functools
+import operator
 import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ def on_one_device(table, model, batch):
         for _ in range(count):
             x = layer(
                 model,
-                jax.tree.map(lambda w: w[number], model.blocks),
+                jax.tree.map(operator.itemgetter(number), model.blocks),
                 x,
                 jnp.int32(number),
                 batch,

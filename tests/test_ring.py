@@ -412,7 +412,7 @@ def test_a_long_ring_is_a_loop(collective, monkeypatch):
         lambda x: [
             call(x),
             case.twin(x),
-            *[jax.grad(lambda x: energy(f(x)))(x) for f in (call, case.twin)],
+            *[jax.grad(lambda x, f=f: energy(f(x)))(x) for f in (call, case.twin)],
         ]
     )
     ours, twin, ours_gradient, twin_gradient = jax.jit(spmd)(x)

@@ -3,6 +3,7 @@ memory of its table."""
 
 import functools
 import math
+import operator
 
 import equinox as eqx
 import jax
@@ -65,7 +66,7 @@ def shared(trained, x, given):
 
 def unrolled(trained, x, given):
     for i in range(L):
-        x = jax.checkpoint(layer)(jax.tree.map(lambda w: w[i], trained), x, given["key"])
+        x = jax.checkpoint(layer)(jax.tree.map(operator.itemgetter(i), trained), x, given["key"])
     return (x, jnp.sum(trained["bias"] ** 2)), None
 
 
