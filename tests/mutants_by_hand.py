@@ -794,6 +794,12 @@ PIPELINE = (
         IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
     ),
     Mutant(
+        "per_stage.run",
+        "schedule.arrival_count + 1)",
+        "schedule.arrival_count)",
+        IN_TURNS + "test_garbage_never_leaks",
+    ),
+    Mutant(
         "_sent",
         "masked(microbatch >= 0, carry.arrived.sent)",
         "carry.arrived.sent",

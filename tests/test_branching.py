@@ -140,14 +140,14 @@ def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
                 if to[t, s] < table.arrival_count:
                     arrived[s][to[t, s]] = sent[(s - distance) % P_]
         last = homes[P_ * v - 1][1]
-        if row.finished[t] >= 0:
-            assert sent[last] == ("y", row.finished[t], P_ * v - 1)
-            arrived[last][row.from_head[t, last]] = ("ct", row.finished[t], P_ * v)
-        if row.leaving[t] >= 0:
-            assert sent[0] == ("ct", row.leaving[t], 0)
+        if row.jobs["head"][t] >= 0:
+            assert sent[last] == ("y", row.jobs["head"][t], P_ * v - 1)
+            arrived[last][row.from_head[t, last]] = ("ct", row.jobs["head"][t], P_ * v)
+        if row.jobs["embed_backward"][t] >= 0:
+            assert sent[0] == ("ct", row.jobs["embed_backward"][t], 0)
     assert (
-        sorted(m for m in row.finished if m >= 0)
-        == sorted(m for m in row.leaving if m >= 0)
+        sorted(m for m in row.jobs["head"] if m >= 0)
+        == sorted(m for m in row.jobs["embed_backward"] if m >= 0)
         == list(range(M))
     )
 

@@ -348,7 +348,7 @@ LOCKSTEP = [
 @pytest.mark.parametrize("layout", LOCKSTEP, ids=str)
 def test_closed_forms_are_those_of_the_tables(layout):
     counts, table = jobs(layout), table_of(layout)
-    stretches = lockstep.stretches(table)
+    stretches = lockstep.stretches(rows.rows(table))
     count = lambda lane: sum(length for lanes, length in stretches if lane in lanes)
     ticks = counts.forward, counts.backward, counts.heads, counts.last
     assert ticks == (count("forward"), count("backward"), count("head"), stretches[-1][1])

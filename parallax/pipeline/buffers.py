@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from parallax._typing import PyTree
 from parallax.collectives import Axis
-from parallax.collectives.types import accumulation_dtype, axes, varying, varying_axes
+from parallax.collectives.types import accumulation_dtype, axes, axes_of_type, varying
 
 # True where it counts on all stages in all ticks.
 Counts: TypeAlias = Bool[Array, ""] | bool
@@ -53,15 +53,24 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     def leaf(buffer, x):
         if x is None:
             return buffer
-        return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+        # A constant has no slots: F computes the same one for each microbatch.
+        if buffer.ndim == x.ndim:
+            return x
+        return lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
 
     return jax.tree.map(leaf, buffers, tree)
 
 
-def taken(buffers: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """The tree in a slot of the buffers."""
-    take = functools.partial(lax.dynamic_index_in_dim, index=slot, keepdims=False)
-    return jax.tree.map(take, buffers)
+def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
+    """The tree in a slot of the buffers, of arrays with as many dims as those of `like`."""
+
+    def leaf(buffer, like):
+        # A buffer without the dim of slots is a constant.
+        if buffer.ndim == like.ndim:
+            return buffer
+        return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+
+    return jax.tree.map(leaf, buffers, like)
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
@@ -71,45 +80,18 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """
 
     def slots(kind):
-        zeros = jnp.zeros_like(jax.eval_shape(_numbers, kind))
-        if not set(axes(axis.names)) & set(varying_axes(zeros)):
-            return zeros
+        kind = jax.eval_shape(lambda x: x, kind)  # a type of a traced program is none of an array
+        along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
+        if not set(axes(axis.names)) & set(along):
+            return jnp.zeros_like(kind)
         # An index must lie in its array, also where a tick without a job computes with it.
-        if not jnp.issubdtype(zeros.dtype, jnp.inexact):
-            return stacked(zeros, count)
+        if not jnp.issubdtype(kind.dtype, jnp.inexact):
+            return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
         # Accelerators do not fill an empty array: a tick without a job may read anything, and
         # `masked` drops the result.
-        return varying(lax.empty((count, *zeros.shape), zeros.dtype), varying_axes(zeros))
+        return varying(lax.empty(shape, kind.dtype), along)
 
     return [slots(kind) for kind in types]
-
-
-def saved_in(slots: list[Any], arrays: Sequence[Any], slot: Int[Array, ""]) -> list[Any]:
-    """The slots of `slots_for` after these arrays have gone into one of them."""
-
-    def one(buffer, x):
-        # A constant has no slots: F computes the same one for each microbatch.
-        return x if buffer.ndim == x.ndim else lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
-
-    return [one(buffer, _numbers(x)) for buffer, x in zip(slots, arrays, strict=True)]
-
-
-def loaded(slots: list[Any], types: Sequence[Any], slot: Int[Array, ""]) -> list[Any]:
-    """The arrays in a slot of `slots_for`, of these types."""
-
-    def one(buffer, kind):
-        is_one_for_all = buffer.ndim == jax.eval_shape(_numbers, kind).ndim
-        # A buffer without the dim of slots is a constant.
-        numbers = (
-            buffer if is_one_for_all else lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
-        )
-        if not _is_key(kind):
-            return numbers
-        return jax.random.wrap_key_data(
-            numbers, impl=jax.random.key_impl(jnp.zeros((), kind.dtype))
-        )
-
-    return [one(buffer, kind) for buffer, kind in zip(slots, types, strict=True)]
 
 
 def stacked(tree: PyTree, *counts: int) -> PyTree:
@@ -124,12 +106,3 @@ def stacked(tree: PyTree, *counts: int) -> PyTree:
 def wide_zeros(like: Any) -> Array:
     """Zeros like an array, of the type in which its sum is taken."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))
-
-
-def _numbers(x: Any) -> Any:
-    """An array as a slot holds it: random keys as their numbers."""
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

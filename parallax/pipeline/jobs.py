@@ -3,11 +3,12 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights.
 
-A job takes the parameters, the carry, the tick's row and what arrived. It returns what is sent, and
+A job takes the carry, the tick's row and what arrived. It returns what is sent, and
 the carry with what it saved and added up. The executors, `lockstep` and `per_stage`, say when a job
 runs and what becomes of what it sends.
 """
 
+import copy
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from parallax._typing import PyTree
 from parallax.collectives import send_next
@@ -25,15 +26,14 @@ from parallax.pipeline.buffers import (
     Counts,
     added,
     chosen,
-    loaded,
     masked,
     put,
-    saved_in,
     slots_for,
     stacked,
+    taken,
     wide_zeros,
 )
-from parallax.pipeline.programs import Parameters, Programs, Task, Trained
+from parallax.pipeline.programs import Programs, Task, Trained
 from parallax.pipeline.rows import Row
 
 
@@ -105,25 +105,30 @@ class Jobs(Programs):
         slots = slots_for(self.saved, saved, self.axis)
         return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
 
-    def params_after(self, carry: PyTree) -> Parameters:
-        """The parameters; computed only after `carry` where a collective needs nothing else."""
-        return sequence_after(self.params, carry) if self.moves_early else self.params
+    def after(self, carry: PyTree) -> "Jobs":
+        """The jobs, with parameters computed only after `carry` where a collective needs nothing
+        else."""
+        jobs = copy.copy(self)
+        if self.moves_early:
+            jobs.params = sequence_after(self.params, carry)
+        return jobs
 
     def task_of(self, row: Row, lane: str) -> Task:
         """This stage's job of a lane."""
         return self.task(row.jobs[lane][self.index])
 
-    def embed(self, params: Parameters, microbatch: Int[Array, ""]) -> PyTree:
+    def embed(self, row: Row) -> PyTree:
         """The input of the first stage."""
-        x = self.programs["embed"](params, self.rows(microbatch), microbatch)
+        microbatch = row.jobs["embed"]
+        x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
         return match_varying(x, self.x)
 
     def forward(
-        self, params: Parameters, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
+        self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
         """F: a chunk of layers, of `entered` at the first place of the model, else of `arrived`."""
         task = self.task_of(row, "forward")
-        trained, given = self.known(params, task)
+        trained, given = self.known(task)
         # By the place, not by the stage: stage 0 also has later places of the model.
         x = chosen(task.position == 0, entered, arrived)
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
@@ -135,47 +140,47 @@ class Jobs(Programs):
                 value = jnp.where(task.valid, value, values[place])
             return values.at[place].set(value)
 
-        slots = saved_in(carry.saved, saved, row.saved["forward"][self.index])
+        slots = put(carry.saved, saved, row.saved["forward"][self.index])
         carry = carry._replace(saved=slots).with_sums(
             terms=None if loss is None else added(carry.sums.terms, loss, task.valid),
             of_stages=jax.tree.map(with_value, carry.sums.of_stages, aux),
         )
         return eqx.combine(moving, still), carry
 
-    def backward(
-        self, params: Parameters, carry: Carry, row: Row, ct: PyTree
-    ) -> tuple[PyTree, Carry]:
+    def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
         """B, or I: returns x's cotangent. B adds up its gradients; I leaves in a slot what W needs
         beside what F saved."""
         task = self.task_of(row, "backward")
-        saved = loaded(carry.saved, self.saved, row.saved["backward"][self.index])
+        saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
         # A backward pass is linear in its cotangent, so that of an idle tick is 0.
         ct = masked(task.valid, ct), self.seed
-        ct, results = self.programs["backward"](ct, *self.known(params, task), saved)
+        ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
         slot = row.deferred["backward"][self.index]
-        return ct, carry._replace(deferred=saved_in(carry.deferred, results, slot))
+        return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
-    def weight(self, params: Parameters, carry: Carry, row: Row) -> Carry:
+    def weight(self, carry: Carry, row: Row) -> Carry:
         """W: the gradients, which no other stage needs."""
         task = self.task_of(row, "weight")
-        saved = loaded(carry.saved, self.saved, row.saved["weight"][self.index])
-        deferred = loaded(carry.deferred, self.deferred, row.deferred["weight"][self.index])
-        gradients = self.programs["weight"](*self.known(params, task), saved, deferred)
+        saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
+        deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
+        gradients = self.programs["weight"](*self.known(task), saved, deferred)
         return self._with_gradients(carry, task, gradients)
 
-    def embed_backward(self, params: Parameters, carry: Carry, row: Row, ct: PyTree) -> Carry:
+    def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
         """The gradients of what `embed` reads; `ct` is 0 on all stages but the first."""
-        rows = self.rows(row.leaving)
-        gradients = self.programs["embed_backward"](params, rows, row.leaving, ct)
+        microbatch = row.jobs["embed_backward"]
+        rows = self.rows(microbatch)
+        gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
         return self._with_ends(carry, gradients, True)
 
-    def head(self, params: Parameters, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
+    def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
         """The loss of a microbatch that the last stage has finished, its gradient, and the
         cotangent that B begins with; or only the loss."""
-        (loss, aux), (ends, ct) = self.programs["head"](params, y, *self.finished(row.finished))
-        of_head = put(carry.sums.of_head, aux, row.finished)
+        microbatch = row.jobs["head"]
+        (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
+        of_head = put(carry.sums.of_head, aux, microbatch)
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
         # On a stage whose loss does not count, the head may have computed NaN from its own x.
         return ct, self._with_ends(carry, ends, self.counts)

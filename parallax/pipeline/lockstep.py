@@ -20,9 +20,9 @@ from jaxtyping import Array
 from parallax._typing import PyTree
 from parallax.collectives.cpu import sequence_after
 from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
-from parallax.pipeline.jobs import Carry, Jobs, Parameters, Sums
+from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, rows
-from parallax.schedule import Schedule
+from parallax.schedule import LANES
 from parallax.schedule.table import phases_of
 
 
@@ -42,7 +42,7 @@ class Arrived(NamedTuple):
     from_head: PyTree
 
 
-Lane: TypeAlias = Callable[[Jobs, Parameters, Carry, Row], Carry]
+Lane: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 # Each lane with the name that `stretches` has for its ticks, in their order within a tick.
 Lanes: TypeAlias = list[tuple[str, Lane]]
 # The lanes that run, and for how many ticks in a row.
@@ -58,30 +58,30 @@ def run(jobs: Jobs) -> Sums:
     return _run(jobs, [*lanes, ("forward", send_activation)])
 
 
-def forward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
+def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """F, of the embedding's output or of the activation that arrived."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
-    y, carry = jobs.forward(params, carry, row, jobs.embed(params, row.entering), arrived)
+    y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
     return carry.with_arrived(y=y)
 
 
-def head(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
+def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The head, of the last stage's output."""
-    ct, carry = jobs.head(params, carry, row, carry.arrived.y)
+    ct, carry = jobs.head(carry, row, carry.arrived.y)
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
-def backward(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
+def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """B, or I, and the gradients of what the embedding reads."""
-    ct, carry = jobs.backward(params, carry, row, _cotangent(jobs, carry, row))
+    ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so the gradients that follow can hide it.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
     is_first = (task.position == 0) & task.valid
-    return jobs.embed_backward(params, carry, row, masked(is_first, ct))
+    return jobs.embed_backward(carry, row, masked(is_first, ct))
 
 
-def send_activation(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> Carry:
+def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The activation's message to the next stage, for which no other lane of the tick waits."""
     # On a CPU it waits for them: the collectives of a loop must be in one order on all devices.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
@@ -90,7 +90,7 @@ def send_activation(jobs: Jobs, params: Parameters, carry: Carry, row: Row) -> C
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
     """The cotangent that B begins with: at the last place the head's, else the one that arrived."""
-    from_head = taken(carry.arrived.from_head, row.arrival["backward"][-1])
+    from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
     is_last = jobs.task_of(row, "backward").position == jobs.schedule.placed.size - 1
     return chosen(is_last, from_head, received)
@@ -100,21 +100,20 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     """The sums after all ticks."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
+    all_stretches = stretches(table)
     # All stages run a lane, also those without a microbatch: they compute on microbatch 0.
-    table = table._replace(
-        entering=np.maximum(table.entering, 0),
-        finished=np.maximum(table.finished, 0),
-        leaving=np.maximum(table.leaving, 0),
-    )
+    together = {
+        name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
+    }
+    table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None
     from_head = stacked(moving, schedule.arrival_count)
     # A stage without a job writes too, into a free slot.
     saved = int(table.saved["forward"].max()) + 1
-    deferred = int(table.deferred["backward"].max()) + 1 if table.deferred else 0
     arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
-    carry = jobs.start(arrived, saved, deferred)
+    carry = jobs.start(arrived, saved, schedule.deferred_count)
     first = 0
-    for repeats, pattern in loops(stretches(schedule)):
+    for repeats, pattern in loops(all_stretches):
         run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
         length = repeats * sum(length for _, length in pattern)
         ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
@@ -142,12 +141,12 @@ def _stretches(
     """The carry after a few stretches, one after another, as `lax.scan` takes it."""
     first = 0
     for names, length in pattern:
-        of_stretch, params = _between(ticks, first, first + length), jobs.params
+        of_stretch, jobs_now = _between(ticks, first, first + length), jobs
         if length == 1:
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the loop
             # before, or devices could run them in different orders.
-            of_stretch, params = sequence_after(of_stretch, carry), jobs.params_after(carry)
-        running = [functools.partial(lane, jobs, params) for name, lane in lanes if name in names]
+            of_stretch, jobs_now = sequence_after(of_stretch, carry), jobs.after(carry)
+        running = [functools.partial(lane, jobs_now) for name, lane in lanes if name in names]
         # For the loss without gradients the backward ticks are empty.
         if running:
             carry, _ = lax.scan(functools.partial(_tick, running), carry, of_stretch)
@@ -164,12 +163,14 @@ def _tick(
     return carry, None
 
 
-def stretches(schedule: Schedule) -> list[Stretch]:
+def stretches(table: Row) -> list[Stretch]:
     """The lanes that run on any stage, the head among them, and for how many ticks in a row."""
-    runs = {lane: (table >= 0).any(axis=1) for lane, table in schedule.lanes.items()}
     # Only the last chunk's output is the model's, so with chunks the head runs in fewer ticks.
-    last_chunk = schedule.forward[:, -1] % schedule.chunks == schedule.chunks - 1
-    runs["head"] = (schedule.forward[:, -1] >= 0) & last_chunk
+    runs = {
+        lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
+        for lane, jobs in table.jobs.items()
+        if lane in (*LANES, "head")
+    }
     return [(frozenset(phase.lanes), phase.stop - phase.start) for phase in phases_of(runs)]
 
 

@@ -10,7 +10,7 @@ the job that needs it.
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -47,8 +47,6 @@ class Arrived(NamedTuple):
 
 
 Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
-# The column of the microbatches of each part that all stages run together.
-TOGETHER = {"embed": "entering", "head": "finished", "embed_backward": "leaving"}
 
 
 def run(jobs: Jobs) -> Sums:
@@ -57,7 +55,7 @@ def run(jobs: Jobs) -> Sums:
     before: dict[str, Part] = {"embed": embed, "forward": forward}
     after: dict[str, Part] = {"head": head}
     if jobs.differentiates:
-        before |= {"backward": backward, "weight": weight}
+        before |= {"backward": backward, "weight": Jobs.weight}
         after["embed_backward"] = embed_backward
     else:
         table = forward_alone(table)
@@ -84,30 +82,25 @@ def run(jobs: Jobs) -> Sums:
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The input of the first stage."""
-    return carry.with_arrived(entered=jobs.embed(jobs.params, row.entering))
+    return carry.with_arrived(entered=jobs.embed(row))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """F, of the embedding's output or of an activation that arrived."""
-    waiting = taken(carry.arrived.slots, row.arrival["forward"][jobs.index])
+    waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
-    y, carry = jobs.forward(jobs.params, carry, row, carry.arrived.entered, x)
+    y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
     return carry.with_arrived(sent=jobs.send.part(y))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """I, of a cotangent that arrived: the head's wait beside those of other stages."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)
-    waiting = taken(slots, row.arrival["backward"][jobs.index])
-    ct, carry = jobs.backward(jobs.params, carry, row, jobs.send.whole(waiting, jobs.moving))
+    waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
+    ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents go by the same messages, so both have the leaves of x.
     still = eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True)
     return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
-
-
-def weight(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """W."""
-    return jobs.weight(jobs.params, carry, row)
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
@@ -124,17 +117,17 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The head, of the output of the model's last place."""
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    y = jobs.send.whole(_sent(carry, row.finished), jobs.x)
-    ct, carry = jobs.head(jobs.params, carry, row, jobs.moved(y, distance=to_the_last_stage))
+    y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
+    ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     ct = jobs.send.part(jobs.moved(ct, distance=-to_the_last_stage))
     return carry.with_arrived(slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """The gradients of what the embedding reads."""
-    sent = eqx.filter(_sent(carry, row.leaving), eqx.is_inexact_array)
+    sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
-    return jobs.embed_backward(jobs.params, carry, row, ct)
+    return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
@@ -162,8 +155,8 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     where it is. The loop's name says how often it turns, for readers of the compiled program: a job
     runs equally often on each stage.
     """
-    column = _column(table, name).reshape(len(table.entering), -1)[:, 0]
-    number = _column(row, name)
+    column, number = table.jobs[name], row.jobs[name]
+    column = column.reshape(len(column), -1)[:, 0]
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
@@ -173,11 +166,6 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
-
-
-def _column(table: Row, name: str) -> Any:
-    """The microbatches or jobs of a part, in each tick or in one; -1 where it does not run."""
-    return getattr(table, TOGETHER[name]) if name in TOGETHER else table.jobs[name]
 
 
 GROUPED = COLLECTIVES - {"linear_collective", "ppermute", "ragged_all_to_all"}

@@ -171,9 +171,9 @@ class Programs:
         # Per stage a job runs only where the table has one.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
-    def known(self, params: Parameters, task: Task) -> tuple[Trained, Given]:
+    def known(self, task: Task) -> tuple[Trained, Given]:
         """The arguments of F, B, I and W that neither arrive nor wait in a slot."""
-        params = self._of_chunk(params, task.chunk)
+        params = self._of_chunk(task.chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = taps.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
@@ -187,7 +187,9 @@ class Programs:
         take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         return jax.tree.map(take, self.microbatches)
 
-    def _of_chunk(self, params: Parameters, chunk: Int[Array, ""]) -> Parameters:
+    def _of_chunk(self, chunk: Int[Array, ""]) -> Parameters:
+        params = self.params
+
         def one(w):
             # The only chunk needs no index from the table.
             if self.schedule.chunks == 1:
@@ -240,7 +242,7 @@ class Programs:
 
         # Job 0, as a number that may differ between stages: the types are those of later calls.
         task = self.task(self.index * 0)
-        chunk = self._of_chunk(self.params, task.chunk)
+        chunk = self._of_chunk(task.chunk)
         given = self.rows(task.microbatch), task.position, taps.job(task.microbatch, task.valid)
 
         def after_stage(x):
@@ -281,7 +283,7 @@ class Programs:
 
     def _trace_jobs(self, save: Save | None) -> None:
         """Trace F, and B or I and W; without `save` only F."""
-        known = self.known(self.params, self.task(self.index * 0))
+        known = self.known(self.task(self.index * 0))
         if save is None:
 
             def saving_nothing(trained, x, given):

@@ -16,11 +16,12 @@ Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's i
 
 
 class Row(NamedTuple):
-    """The jobs, the slots and the messages of a tick: `[ticks, stages]`; the last three columns are
-    the same for all stages, `[ticks]`.
+    """The jobs, the slots and the messages of a tick: `[ticks, stages]`.
 
     Attributes:
-        jobs: by lane, microbatch * v + chunk, or -1.
+        jobs: by lane, microbatch * v + chunk, or -1. What all stages run together is `[ticks]`:
+            "embed", the microbatch that F begins with at the first place; "head", the one whose F
+            the last place ends; and "embed_backward", the one whose B, or I, the first place ends.
         saved: by lane, the slot that F writes (a free one where it has no job) and that B, or I and
             W, read.
         deferred: by lane, the slot that I writes (likewise a free one) and that W reads.
@@ -28,9 +29,6 @@ class Row(NamedTuple):
         arriving: by distance, the slot for the message from the stage so many before, at the end of
             the tick.
         from_head: the slot for the head's cotangent.
-        entering: the microbatch that F begins with at the first place, or -1.
-        finished: the microbatch whose F the last place ends, or -1.
-        leaving: the microbatch whose B, or I, the first place ends, or -1.
     """
 
     jobs: dict[str, Numbers]
@@ -39,9 +37,6 @@ class Row(NamedTuple):
     arrival: dict[str, Numbers]
     arriving: dict[int, Numbers]
     from_head: Numbers
-    entering: Numbers
-    finished: Numbers
-    leaving: Numbers
 
 
 def rows(schedule: Schedule) -> Row:
@@ -70,16 +65,18 @@ def rows(schedule: Schedule) -> Row:
         # An idle stage reads slot 0, and its result is masked.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
+    together = {
+        "embed": microbatches(schedule.forward, *first),
+        "head": microbatches(schedule.forward, *last),
+        "embed_backward": microbatches(schedule.backward, *first),
+    }
     return Row(
-        jobs=schedule.lanes,
+        jobs=schedule.lanes | together,
         saved=clipped(schedule.saved_slots),
         deferred=clipped(schedule.deferred_slots),
         arrival=arrival,
         arriving=arriving,
         from_head=from_head,
-        entering=microbatches(schedule.forward, *first),
-        finished=microbatches(schedule.forward, *last),
-        leaving=microbatches(schedule.backward, *first),
     )
 
 

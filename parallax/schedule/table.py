@@ -498,11 +498,9 @@ def _check(schedule: Schedule) -> None:
     ]
     for lane, targets, cause, sources in needed[: len(schedule.lanes) + 1]:
         waits = when[lane][:, targets] - when[cause][:, sources]
-        if lane == cause:
-            # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
-            wrong = waits < 1 if per_stage else waits != 1
-        else:
-            wrong = waits < 0
+        # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
+        of_message = waits < 1 if per_stage else waits != 1
+        wrong = of_message if lane == cause else waits < 0
         for m, k in np.argwhere(wrong).tolist()[:1]:
             why = _lateness(schedule, lane, cause, int(when[cause][m, sources[k]]))
             raise _cannot_run(schedule, lane, m, int(targets[k]), why)
