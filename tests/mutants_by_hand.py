@@ -649,7 +649,7 @@ LEAKS = "test_pipeline.py::test_garbage_never_leaks[table4-False]"
 PIPELINE = (
     Mutant(
         "slots_for",
-        "if not set(axes(axis.names)) & set(varying_axes(zeros)):",
+        "if not set(axes(axis.names)) & set(along):",
         "if False:",
         "test_pipeline_trees.py -k computed_in_a_checkpoint",
     ),
@@ -794,7 +794,7 @@ PIPELINE = (
         IN_TURNS + "test_what_all_devices_must_run_at_once_is_refused",
     ),
     Mutant(
-        "per_stage.run",
+        "run",
         "schedule.arrival_count + 1)",
         "schedule.arrival_count)",
         IN_TURNS + "test_garbage_never_leaks",
