@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from gpt2_run.plan import DTYPE, Plan, optimizer
+from gpt2_run.plan import Plan, default_dtype, optimizer
 from parallax import data, mesh
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -38,7 +38,7 @@ def losses(plan: Plan) -> list[float]:
         mesh.make(devices=jax.devices()[:1], **layout.axes),
         batch=s.batch,
         key=jax.random.key(s.seed),
-        compute=decoder.Compute(max_norm=1.0, dtype=DTYPE()),
+        compute=decoder.Compute(max_norm=1.0, dtype=default_dtype()),
     )
     state, values = train_step.init(plan.begins_with), []
     for step in range(number):

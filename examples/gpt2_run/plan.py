@@ -36,7 +36,7 @@ SETTINGS, PARTIAL, CHECKPOINTS = (
 )
 
 
-def DTYPE():
+def default_dtype():
     return jnp.result_type(float)  # float64 where JAX_ENABLE_X64=1 says so
 
 
@@ -90,7 +90,7 @@ class Plan:
             "width": c.width,
             "length": self.length,
             "text": f"{len(self.train)} {self.unit}s, crc32 {text_checksum:08x}",
-            "dtype": str(DTYPE()),
+            "dtype": str(default_dtype()),
             **begun,
         }
 
@@ -185,7 +185,7 @@ def loaded(folder: Path) -> gpt2.GPT2:
     """The model in `folder`, in the host's memory, from which each device gets its
     part."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return gpt2.load(folder, dtype=DTYPE())
+        return gpt2.load(folder, dtype=default_dtype())
 
 
 def checksum(model: gpt2.GPT2) -> str:

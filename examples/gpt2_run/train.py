@@ -13,10 +13,10 @@ from jax.experimental import multihost_utils
 from gpt2_run import one_device, page, report, trackers
 from gpt2_run.plan import (
     CHECKPOINTS,
-    DTYPE,
     Plan,
     chosen,
     claim_folder,
+    default_dtype,
     describe,
     optimizer,
     prepare,
@@ -93,7 +93,7 @@ def begin(
     watch.phase("prepare", waits=True)
     rate, measured = report.matrix_rate()
     compute = decoder.Compute(
-        axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=DTYPE()
+        axes=chosen(plan), schedule=plan.schedule, max_norm=1.0, dtype=default_dtype()
     )
     prepared = prepared_step(plan, compute)
 
