@@ -38,6 +38,7 @@ def search(
     sequences: Sequence[int] = SEQUENCES,
     schedules: Sequence[str] = ("one_f_one_b_lockstep",),
     count: int = 5,
+    attention_kernel: bool | None = None,
 ) -> list[Plan]:
     """The fastest layouts of exactly `devices` that fit, at most `count`, the fastest first.
 
@@ -58,6 +59,7 @@ def search(
         schedules: of pipelines, to choose from: words of `Layout`.
         count: the most layouts to return. Each, and each that does not fit, takes a second or more:
             its step is traced.
+        attention_kernel: as `plan` takes it.
 
     Raises:
         ValueError: no layout takes so many devices, or none of those fits, and the message says
@@ -81,18 +83,24 @@ def search(
             f"{devices} divides, or another number of devices."
         )
     bytes_of = {
-        layout: _at_least(config, layout, hardware, batch, optimizer) for layout in candidates
+        layout: _at_least(config, layout, hardware, batch, optimizer, attention_kernel)
+        for layout in candidates
     }
     possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
     network = networks.of(hardware, devices)
+
+    def planned_of(layout: Layout) -> Plan:
+        return plan(
+            config,
+            layout,
+            hardware,
+            batch=batch,
+            optimizer=optimizer,
+            attention_kernel=attention_kernel,
+        )
+
     ranked = sorted(
-        (
-            algorithms.replanned(
-                plan(config, layout, hardware, batch=batch, optimizer=optimizer), network
-            )
-            for layout in possible
-        ),
-        key=_seconds,
+        (algorithms.replanned(planned_of(layout), network) for layout in possible), key=_seconds
     )
     fitting: dict[Any, Plan] = {}
     for planned in ranked:
@@ -103,7 +111,7 @@ def search(
             fitting[alike] = planned
     if not fitting:
         nearest = min(candidates, key=bytes_of.__getitem__)
-        needed = plan(config, nearest, hardware, batch=batch, optimizer=optimizer).memory.peak
+        needed = planned_of(nearest).memory.peak
         raise ValueError(
             f"search: no layout of {devices} devices fits: they have "
             f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps least, needs "
@@ -148,7 +156,7 @@ def largest_batch(
 
     def fits(count: int) -> bool:
         batch = count * part
-        if _at_least(config, layout, hardware, batch, optimizer) > hardware.memory:
+        if _at_least(config, layout, hardware, batch, optimizer, None) > hardware.memory:
             return False
         return plan(config, layout, hardware, batch=batch, optimizer=optimizer).fits
 
@@ -232,9 +240,9 @@ def _groups(replicas: int, stage: int) -> list[int]:
     return [replicas] if stage > 1 else [replicas, *groups]
 
 
-def _at_least(config, layout, hardware, batch, optimizer) -> Number:
+def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
     """Bytes that a device needs at least: its arguments and what layers keep."""
-    kernel = has_kernel(config, layout, hardware)
+    kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         arguments.parameter_bytes(config, layout)
         + arguments.optimizer_bytes(config, layout, optimizer)

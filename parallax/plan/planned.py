@@ -28,7 +28,7 @@ import optax
 from parallax.collectives import AxisLike, cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import gpt2, recipe
+from parallax.models import flash, gpt2, recipe
 from parallax.plan import decoders, residuals, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.decoders import ADAMW
@@ -151,6 +151,7 @@ class Plan:
         optimizer: one that acts element by element.
         axes: the collective algorithms, as in `Compute`.
         algorithms: the fastest along each axis (`algorithms.Chosen`), where they were chosen.
+        attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
     config: gpt2.Config
@@ -165,12 +166,19 @@ class Plan:
     optimizer: optax.GradientTransformation
     axes: Mapping[str, AxisLike] | None = None
     algorithms: tuple[Any, ...] = ()
+    attention_kernel: bool = False
 
     @functools.cached_property
     def memory(self) -> Memory:
         """Bytes on a device. The step is traced for them, which takes some seconds, once."""
         return memory(
-            self.config, self.layout, self.hardware, self.batch, self.optimizer, axes=self.axes
+            self.config,
+            self.layout,
+            self.hardware,
+            self.batch,
+            self.optimizer,
+            axes=self.axes,
+            attention_kernel=self.attention_kernel,
         )
 
     @property
@@ -185,6 +193,13 @@ class Plan:
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
+
+    @property
+    def overlapped(self) -> Number:
+        """Seconds of a step whose messages over the replicas all run beside its work."""
+        over_replicas = {"replica", "data"}
+        beside = sum(taken for axes, taken in self.along.items() if over_replicas.issuperset(axes))
+        return max(self.seconds.total - beside, beside)
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
@@ -203,6 +218,7 @@ def plan(
     batch: int,
     optimizer: optax.GradientTransformation = ADAMW,
     axes: Mapping[str, AxisLike] | None = None,
+    attention_kernel: bool | None = None,
 ) -> Plan:
     """The plan of `decoder.train_step`, with float32 parameters.
 
@@ -213,14 +229,17 @@ def plan(
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
         axes: the collective algorithms, as in `Compute`: those that `cost` has a formula for.
+        attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores; None:
+            as the recipe's own, which is one on TPUs.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest
             that does.
     """
     check(config, layout, batch)
+    kernel = has_kernel(config, layout, hardware, attention_kernel)
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
-    takes = waited(config, layout, batch, hardware)
+    takes = waited(config, layout, batch, hardware, kernel)
     awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
     along = messages(awaited, layout, hardware)
     work = Work(model_flops(config, batch), device_flops(config, layout, batch))
@@ -234,7 +253,7 @@ def plan(
         seconds=Seconds(
             products=_flops(config, layout, takes)
             / (_rate(hardware, layout) * hardware.efficiency),
-            passes=_passes(config, layout, batch, hardware, takes) / hardware.bandwidth,
+            passes=_passes(config, layout, batch, hardware, takes, kernel) / hardware.bandwidth,
             messages=sum(along.values()),
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
         ),
@@ -246,6 +265,7 @@ def plan(
         / (takes.forward + takes.backward + takes.weights),
         optimizer=optimizer,
         axes=axes,
+        attention_kernel=kernel,
     )
     if not hardware.fresh:
         return made
@@ -253,13 +273,19 @@ def plan(
     return dataclasses.replace(made, seconds=made.seconds._replace(fresh=fresh))
 
 
-def has_kernel(config: gpt2.Config, layout: Layout, hardware: Hardware) -> bool:
-    """Whether attention runs in a kernel that keeps no scores, as the recipe does on TPUs."""
+def has_kernel(
+    config: gpt2.Config, layout: Layout, hardware: Hardware, asked: bool | None = None
+) -> bool:
+    """Whether attention runs in a kernel that keeps no scores: as asked, or as the recipe does on
+    TPUs."""
     whole_blocks = config.context % 128 == 0
-    return hardware.platform == "tpu" and layout.context == 1 and whole_blocks
+    wanted = hardware.platform == "tpu" if asked is None else asked
+    return wanted and layout.context == 1 and whole_blocks
 
 
-def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) -> Sizes:
+def waited(
+    config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool
+) -> Sizes:
     """The sizes of a step with the calls whose time it takes.
 
     Where each stage has its own job in a tick, all wait for the dearest: a fold over the table,
@@ -275,7 +301,7 @@ def waited(config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware) 
         once = none._replace(**calls)
         return (
             _flops(config, layout, once) / rate
-            + _passes(config, layout, batch, hardware, once) / hardware.bandwidth
+            + _passes(config, layout, batch, hardware, once, kernel) / hardware.bandwidth
         )
 
     costs = seconds(forward=1), seconds(backward=1), seconds(weights=1)
@@ -327,17 +353,21 @@ def memory(
     optimizer: optax.GradientTransformation = ADAMW,
     *,
     axes: Mapping[str, AxisLike] | None = None,
+    attention_kernel: bool | None = None,
 ) -> Memory:
     """The bytes on each device, of which the trace of the step tells the temporaries; arguments are
     those of `plan`."""
     known(config)
+    compute = recipe.Compute(axes=axes or {})
+    if has_kernel(config, layout, hardware, attention_kernel):
+        compute = dataclasses.replace(compute, attention=flash.attention)
     # The plan is of float32 parameters, whatever types the caller's JAX promotes to.
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         found = decoders.traced(
             *(gpt2.FAMILY, config, layout, hardware),
             batch=batch,
             optimizer=optimizer,
-            compute=recipe.Compute(axes=axes or {}),
+            compute=compute,
         )
     return Memory(
         parameters=parameter_bytes(config, layout),
@@ -418,13 +448,17 @@ def _rate(hardware: Hardware, layout: Layout) -> Number:
 
 
 def _passes(
-    config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, size: Sizes
+    config: gpt2.Config,
+    layout: Layout,
+    batch: int,
+    hardware: Hardware,
+    size: Sizes,
+    kernel: bool,
 ) -> Number:
     """Bytes between products and memory: what a layer makes, forward, backward, and where it is
     made again."""
     # What is computed again, attention's scores among it, is made whatever is kept.
     everything_kept = dataclasses.replace(layout, remat="none")
-    kernel = has_kernel(config, layout, hardware)
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
@@ -491,5 +525,6 @@ def table(plan: Plan) -> str:
         f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory "
         f"{plan.seconds.passes:.3g}, messages {plan.seconds.messages:.3g}, update "
         f"{plan.seconds.update + plan.seconds.fresh:.3g}; {plan.share_of_peak:.1%} of peak",
+        f"{plan.overlapped:.4g} s if all messages over the replicas run beside the work",
     ]
     return "\n".join(lines)
