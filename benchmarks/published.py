@@ -21,59 +21,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallax import hardware
-from parallax.models import gpt2
+from parallax.models import gpt2, llama
 
 VOCABULARY, TOKENS = 51_200, 2_048
-
-
-class Unlike(NamedTuple):
-    """How a model and its program differ from a GPT-2 and the recipe, where that changes the time.
-
-    Attributes:
-        weights: numbers of a layer's matrices, over a GPT-2's 12 D^2.
-        scores: operations on scores, over a GPT-2's 4 D T a token: half where a kernel leaves out
-            what the mask hides.
-        sums: over the tensor axis in a layer, over a GPT-2's: half where attention and feed-forward
-            are side by side.
-        kernel: whether a kernel computes attention, which keeps no scores in memory.
-        torus: devices along each dim of the torus that joins them; () for a switch.
-        prefetched: whether weights are gathered and gradients scattered beside the products of
-            other layers, as FSDP does.
-        fused: whether softmax, GELU and dropout are fused kernels: a layer makes s b h (34 + 5 a s
-            / h) bytes (Korthikanti et al., section 4), which is less than JAX keeps.
-        adapters: whether messages over data cross machines through all adapters of a machine, as
-            NCCL's rings do: then they are priced with the fastest algorithm of the network,
-            otherwise as one ring.
-        at_ends: whether the first stage alone has the embedding and the last the head: the recipe
-            splits both over the stages.
-    """
-
-    weights: float = 1.0
-    scores: float = 1.0
-    sums: float = 1.0
-    kernel: bool = False
-    torus: tuple[int, ...] = ()
-    prefetched: bool = False
-    fused: bool = False
-    adapters: bool = False
-    at_ends: bool = False
-
-
-MEGATRON = Unlike(fused=True, at_ends=True)
 
 
 class Row(NamedTuple):
     """A published run: who ran it, the model, how it was split, and the seconds of a step."""
 
     source: str
-    config: gpt2.Config
+    config: gpt2.Config | llama.Config
     chip: hardware.Hardware
     batch: int
     sizes: dict  # of the layout, but for microbatches and chunks
     sequences: Sequence[int]  # in a microbatch: those among which the paper chose the fastest
     chunks: Sequence[int]
     seconds: float
-    unlike: Unlike = Unlike()
 
     @property
     def devices(self) -> int:
@@ -145,11 +108,7 @@ MT_NLG = {8: 60.1, 10: 50.2, 12: 44.4}  # replicas of 280 GPUs: seconds of 1,920
 PALM = gpt2.Config(
     layers=118, heads=48, width=18_432, context=TOKENS, vocabulary=256_000, vocabulary_multiple=1536
 )
-# 48 heads of 256 that share keys and values, and a gated feed-forward of 4 widths, beside the
-# attention.
-PALM_UNLIKE = Unlike(
-    weights=(2 * 48 * 256 + 2 * 256 + 12 * 18_432) / 12 / 18_432, scores=48 * 256 / 18_432, sums=0.5
-)
+PALM_CHIP = dataclasses.replace(hardware.TPU_V4, torus=(16, 16, 12))
 # Parameters, layers, heads, width, recomputation, GPUs, batch, sequences in a microbatch, tokens a
 # second; all ZeRO-3
 MPT = """
@@ -200,9 +159,6 @@ def rows() -> list[Row]:
                 *(config, hardware.A100, batch, sizes, (1, 2, 4)),
                 (1, 2, 3, 4) if p > 1 else (1,),
                 megatron_seconds(config, batch, gpus, teraflops),
-                MEGATRON._replace(
-                    adapters=t < 8
-                ),  # with t = 8 each device of a machine has an adapter to itself
             )
         )
     for size, *numbers, teraflops in lines(TABLE_2):
@@ -215,7 +171,6 @@ def rows() -> list[Row]:
                 f"Narayanan, table 2: {size:g} B{', ZeRO-3' if p == 1 else ''}",
                 *(config, hardware.A100, batch, sizes, (b,), (1,)),
                 megatron_seconds(config, batch, gpus, teraflops),
-                MEGATRON if p > 1 else Unlike(fused=True),
             )
         )
     for size, *numbers, full, selective in lines(KORTHIKANTI):
@@ -236,7 +191,6 @@ def rows() -> list[Row]:
                     (b,),
                     (chunks,),
                     seconds,
-                    MEGATRON,
                 )
             )
     for replicas, seconds in MT_NLG.items():
@@ -251,36 +205,19 @@ def rows() -> list[Row]:
                 (1,),
                 (1,),
                 seconds,
-                MEGATRON,
             )
         )
-    return [*found, palm(), *mpt(), *llama()]
+    return [*found, palm(), *mpt(), *titan()]
 
 
 def palm() -> Row:
     """PaLM's step on a pod, of half of the batch, by its share of peak; operations as that paper's
-    appendix B counts them."""
-    layers, width, parameters, attention = (
-        PALM.layers,
-        PALM.width,
-        540.35e9,
-        12 * PALM.layers * 48 * 256 * TOKENS,
-    )
-    assert layers * (12 * PALM_UNLIKE.weights * width**2) + PALM.rows * width < 1.02 * parameters
+    appendix B counts them. It is planned as a GPT-2 of as many layers and heads."""
+    parameters, attention = 540.35e9, 12 * PALM.layers * 48 * 256 * TOKENS
     seconds = 1024 * TOKENS * (6 * parameters + attention) / (3072 * 275e12 * 0.462)
     sizes = {"data": 256, "tensor": 12, "zero": 3, "remat": "products"}
-    unlike = PALM_UNLIKE._replace(torus=(16, 16, 12))
-    return Row(
-        "Chowdhery, table 3: PaLM 540 B",
-        PALM,
-        hardware.TPU_V4,
-        1024,
-        sizes,
-        (4,),
-        (1,),
-        seconds,
-        unlike,
-    )
+    source = "Chowdhery, table 3: PaLM 540 B"
+    return Row(source, PALM, PALM_CHIP, 1024, sizes, (4,), (1,), seconds)
 
 
 def mpt() -> list[Row]:
@@ -293,7 +230,6 @@ def mpt() -> list[Row]:
             layers=layers, heads=heads, width=width, context=TOKENS, vocabulary=50_368
         )
         sizes = {"data": gpus, "zero": 3, "remat": "block" if again else "none"}
-        unlike = Unlike(scores=0.5, kernel=True, prefetched=True, adapters=True)
         source = f"MosaicML, H100: {size} B, MPT"
         found.append(
             Row(
@@ -305,61 +241,40 @@ def mpt() -> list[Row]:
                 (b,),
                 (1,),
                 batch * TOKENS / rate,
-                unlike,
             )
         )
     return found
 
 
-def llama() -> list[Row]:
-    """Llama 2 and 3, as a GPT-2 of as many layers and heads whose layers have more numbers."""
+def titan() -> list[Row]:
+    """Llama 2 and 3, by FSDP2."""
     found = []
     for line in LLAMA.strip().splitlines():
         *numbers, remat, gpus, each, rate = line.split()
         size, layers, heads, width, groups, hidden, vocabulary, tokens = map(int, numbers)
-        config = gpt2.Config(
-            layers=layers, heads=heads, width=width, context=tokens, vocabulary=vocabulary
+        config = llama.Config(
+            layers=layers,
+            heads=heads,
+            groups=groups,
+            width=width,
+            hidden=hidden,
+            context=tokens,
+            vocabulary=vocabulary,
         )
-        weights = (2 * width + 2 * width * groups / heads + 3 * hidden) / (12 * width)
         chip = hardware.A100 if gpus == "64" else H100_HBM2E
         source = f"torchtitan, {chip.name}: {size} B, Llama {3 if vocabulary > 100_000 else 2}"
         sizes = {"data": int(gpus), "zero": 3, "remat": remat}
-        unlike = Unlike(weights=weights, scores=0.5, kernel=True, prefetched=True, adapters=True)
         seconds = int(each) * tokens / int(rate)
-        found.append(
-            Row(
-                source,
-                config,
-                chip,
-                int(each) * int(gpus),
-                sizes,
-                (int(each),),
-                (1,),
-                seconds,
-                unlike,
-            )
-        )
+        batch = int(each) * int(gpus)
+        found.append(Row(source, config, chip, batch, sizes, (int(each),), (1,), seconds))
     return found
 
 
 # Why a row is off, by the beginning of its source; those that are near have none.
 CAUSES = {
-    "Narayanan, table 2: 174.6 B, ZeRO-3": (
-        "gathers beside products with 4 sequences on a device; with 1, slower than a ring"
+    "Narayanan, table 2": (
+        "DeepSpeed's ZeRO-3 took longer than one ring over all devices would; the plan has the "
+        "fastest algorithm"
     ),
-    "Narayanan, table 2: 529.6 B, ZeRO-3": "the same",
-    "Korthikanti, table 5: 1000 B": (
-        "the head on the last of 64 stages is counted as if every tick waited for it"
-    ),
-    "Smith": (
-        "280 machines and more; perhaps what waits for the slowest of them, which is not planned"
-    ),
-    "Chowdhery": (
-        "the compiler of TPUs gathers weights beside products; here products wait for them"
-    ),
-    "MosaicML, H100: 64.9 B": (
-        "large microbatches reach more of the rate than the 8 B and 13 B models; one factor fits "
-        "all"
-    ),
-    "MosaicML, H100: 30 B": "the same",
+    "Chowdhery": "the compiler of TPUs gathers weights beside products; here products wait",
 }

@@ -1,4 +1,4 @@
-"""What a device holds of a GPT-2 and its optimizer under a layout: whole numbers, from the rules,
+"""What a device holds of a decoder and its optimizer under a layout: whole numbers, from the rules,
 with no device at hand.
 
 Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n
@@ -15,7 +15,8 @@ import optax
 
 from parallax import mesh, rules
 from parallax.layout import Layout
-from parallax.models import gpt2, recipe
+from parallax.models import recipe
+from parallax.plan.families import Config, family_of
 
 
 class Leaf(NamedTuple):
@@ -46,10 +47,11 @@ class Leaf(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def shapes(config: gpt2.Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks
     are given."""
-    model = jax.eval_shape(lambda: gpt2.GPT2(config, key=jax.random.key(0)))
+    model_class = family_of(config).model
+    model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
     for path, (layers, *dims) in shapes_by_path.items():
         if chunks is not None and path.startswith("blocks."):
@@ -57,14 +59,14 @@ def shapes(config: gpt2.Config, chunks: int | None) -> tuple[tuple[str, tuple[in
     return tuple(shapes_by_path.items())
 
 
-def leaves(config: gpt2.Config, layout: Layout) -> tuple[Leaf, ...]:
+def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
     """The model's arrays as a device of `layout` has them."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _leaves(
-    config: gpt2.Config, data: int, stage: int, tensor: int, chunks: int
+    config: Config, data: int, stage: int, tensor: int, chunks: int
 ) -> tuple[Leaf, ...]:
     layout = Layout(
         data=data,
@@ -74,7 +76,7 @@ def _leaves(
         microbatches=stage,
         zero=1 if data > 1 else 0,
     )
-    rule, shared = recipe.rules_of(gpt2.FAMILY, layout)
+    rule, shared = recipe.rules_of(family_of(config), layout)
     found = []
     for path, shape in shapes(config, chunks if layout.pipelined else None):
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -87,7 +89,7 @@ def _leaves(
     return tuple(found)
 
 
-def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -> int:
+def parameter_bytes(config: Config, layout: Layout, *, itemsize: int = 4) -> int:
     """Bytes of the parameters on a device, of `itemsize` bytes each."""
     return itemsize * sum(
         leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
@@ -95,7 +97,7 @@ def parameter_bytes(config: gpt2.Config, layout: Layout, *, itemsize: int = 4) -
 
 
 def optimizer_bytes(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     optimizer: optax.GradientTransformation,
     *,
@@ -124,7 +126,7 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
     return sum(map(size, like)) // count, sum(map(size, state)) - sum(map(size, like))
 
 
-def batch_bytes(config: gpt2.Config, layout: Layout, batch: int) -> int:
+def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
     """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number
     and the loss scale."""
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))

@@ -9,14 +9,14 @@ from parallax.collectives import AxisLike, quantized, ring
 from parallax.collectives.axis import Axis
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.layout import Layout
-from parallax.models import gpt2
 from parallax.plan import arguments
+from parallax.plan.families import Config
 from parallax.plan.quantities import quantity
 from parallax.plan.traffic import Term
 
 
 def terms(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     *,
     islands: int,
@@ -51,7 +51,7 @@ def terms(
     return [term for term in found() if islands > 1]
 
 
-def told(config: gpt2.Config, layout: Layout, *, islands: int, every: int) -> str:
+def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
     """The bytes between islands, a round and a step, in a line."""
     if islands < 1 or every < 1:
         raise ValueError(

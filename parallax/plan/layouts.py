@@ -16,9 +16,9 @@ import optax
 
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import gpt2
 from parallax.plan import algorithms, arguments, networks, residuals
-from parallax.plan.planned import ADAMW, Plan, counts, has_kernel, known, plan
+from parallax.plan.families import Config, known
+from parallax.plan.planned import ADAMW, Plan, counts, has_kernel, plan
 from parallax.plan.quantities import Number, quantity
 from parallax.validate import CHOICES, divisors
 
@@ -28,7 +28,7 @@ GROUPS = (8, 16, 32, 64)  # replicas among which ZeRO splits, where there are mo
 
 
 def search(
-    config: gpt2.Config,
+    config: Config,
     devices: int,
     hardware: Hardware,
     *,
@@ -144,7 +144,7 @@ def _seconds(planned: Plan) -> float:
 
 
 def largest_batch(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     hardware: Hardware,
     *,
@@ -212,7 +212,7 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
         if (
             left
             or config.rows % (tensor * stage)
-            or (4 * config.width) % tensor
+            or config.sizes["hidden"] % tensor
             or batch % replicas
         ):
             continue

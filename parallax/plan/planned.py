@@ -1,4 +1,4 @@
-"""What a GPT-2 train step will need and take under a layout, before it runs, on any number of
+"""What the train step of a GPT-2 or a Llama will need and take under a layout, before it runs, on any number of
 devices, none of them at hand.
 
     print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
@@ -25,13 +25,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from parallax import context
 from parallax.collectives import AxisLike, cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import flash, gpt2, recipe
+from parallax.models import flash, recipe
 from parallax.plan import decoders, residuals, traffic
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.decoders import ADAMW
+from parallax.plan.families import Config, family_of, known, layer_of
 from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
 from parallax.plan.live import Held
 from parallax.plan.quantities import Number, quantity
@@ -154,7 +156,7 @@ class Plan:
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
-    config: gpt2.Config
+    config: Config
     layout: Layout
     hardware: Hardware
     batch: int
@@ -211,7 +213,7 @@ class Plan:
 
 
 def plan(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     hardware: Hardware,
     *,
@@ -274,17 +276,19 @@ def plan(
 
 
 def has_kernel(
-    config: gpt2.Config, layout: Layout, hardware: Hardware, asked: bool | None = None
+    config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
     """Whether attention runs in a kernel that keeps no scores: as asked, or as the recipe does on
     TPUs."""
-    whole_blocks = config.context % 128 == 0
-    wanted = hardware.platform == "tpu" if asked is None else asked
-    return wanted and layout.context == 1 and whole_blocks
+    if layout.context > 1:
+        return False
+    if asked is None:
+        return hardware.platform == "tpu" and config.context % 128 == 0
+    return asked
 
 
 def waited(
-    config: gpt2.Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool
+    config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool
 ) -> Sizes:
     """The sizes of a step with the calls whose time it takes.
 
@@ -309,20 +313,7 @@ def waited(
     return size._replace(forward=forward, backward=backward, weights=weights)
 
 
-def known(config: Any) -> None:
-    """Refuse with a `ValueError` the sizes of another model than a GPT-2: the formulas here are of
-    its layers."""
-    if not isinstance(config, gpt2.Config):
-        kind = type(config)
-        raise ValueError(
-            "plan knows the memory and the work of a GPT-2 alone, by its gpt2.Config; got a "
-            f"{kind.__qualname__} of {kind.__module__}. For another decoder take "
-            "plan.traced(family, config, layout, hardware, batch=...), and for any step "
-            "plan.trace."
-        )
-
-
-def check(config: gpt2.Config, layout: Layout, batch: int, devices: int | None = None) -> None:
+def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of
     devices; or `known` does."""
     known(config)
@@ -346,7 +337,7 @@ def counts(layout: Layout) -> bool:
 
 
 def memory(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     hardware: Hardware,
     batch: int,
@@ -360,11 +351,12 @@ def memory(
     known(config)
     compute = recipe.Compute(axes=axes or {})
     if has_kernel(config, layout, hardware, attention_kernel):
-        compute = dataclasses.replace(compute, attention=flash.attention)
+        attention = flash.attention if hardware.platform == "tpu" else context.blockwise
+        compute = dataclasses.replace(compute, attention=attention)
     # The plan is of float32 parameters, whatever types the caller's JAX promotes to.
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         found = decoders.traced(
-            *(gpt2.FAMILY, config, layout, hardware),
+            *(family_of(config), config, layout, hardware),
             batch=batch,
             optimizer=optimizer,
             compute=compute,
@@ -378,18 +370,19 @@ def memory(
     )
 
 
-def model_flops(config: gpt2.Config, batch: int) -> Number:
-    """Floating-point operations of a whole step of `batch` sequences, B: 72 B L T D^2 (1 + T / 6D +
-    V / 12LD).
+def model_flops(config: Config, batch: int) -> Number:
+    """Floating-point operations of a whole step of `batch` sequences: of a GPT-2
+    72 B L T D^2 (1 + T / 6D + V / 12LD).
 
-    They are 6 for each weight that multiplies a token, and 12 L D T for attention.
+    They are 6 for each weight that multiplies a token, and 12 L H K T for attention.
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
-    return batch * T * (6 * (12 * L * D * D + V * D) + 12 * L * D * T)
+    layer = layer_of(config)
+    return batch * T * (6 * (L * layer.weights + V * D) + 12 * L * layer.queries * T)
 
 
-def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
+def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Floating-point operations of one device in a step, `batch` sequences in all.
 
     Each lane counts in all ticks in which it runs on the device, on garbage too, and what is
@@ -398,17 +391,18 @@ def device_flops(config: gpt2.Config, layout: Layout, batch: int) -> Number:
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
 
-def _flops(config: gpt2.Config, layout: Layout, size: Sizes) -> Number:
+def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1  # zigzag leaves out the keys after the query
-    weights, scores = (
-        24 * D * D * size.tokens / t,
-        of_pairs * 4 * D * T * size.tokens / t,
-    )  # a layer's forward pass
+    layer = layer_of(config)
+    # A layer's forward pass.
+    weights = 2 * layer.weights * size.tokens / t
+    scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
-    again = recompute.products(size.layers) * weights + recompute.scores * scores
+    share_again = recompute.products(size.layers, layer.last / layer.weights)
+    again = share_again * weights + recompute.scores * scores
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
@@ -448,7 +442,7 @@ def _rate(hardware: Hardware, layout: Layout) -> Number:
 
 
 def _passes(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     batch: int,
     hardware: Hardware,
@@ -476,7 +470,7 @@ def _passes(
     return passes + slots  # into the slots, and out of them
 
 
-def _updated(config: gpt2.Config, layout: Layout) -> int:
+def _updated(config: Config, layout: Layout) -> int:
     return sum(leaf.share for leaf in leaves(config, layout))
 
 

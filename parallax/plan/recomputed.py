@@ -31,13 +31,13 @@ class Recomputed(NamedTuple):
     passes: float
     whole_stage: bool
 
-    def products(self, layers: int) -> float:
+    def products(self, layers: int, last: float) -> float:
         """The share of the matmuls with weights that it makes again, in a stage of so many layers.
 
-        The last of them, a third of a layer's, is not needed: it makes what the next layer or stage
-        has.
+        The last of a layer, a share `last` of its matmuls, is not needed: it makes what the next
+        layer or stage has.
         """
-        return self.matmuls * (1 - 1 / (3 * (layers if self.whole_stage else 1)))
+        return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 
 
 def recomputed(layout: Layout) -> Recomputed:

@@ -1,4 +1,4 @@
-"""Bytes that a GPT-2 layer keeps for its backward pass, and those that a stage's job hands on.
+"""Bytes that a decoder's layer keeps for its backward pass, and those that a stage's job hands on.
 
 They are what `jax.vjp` keeps of a layer, which the tests count. The search leaves out layouts that
 cannot fit by them, before a step is traced.
@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from parallax.layout import Layout
-from parallax.models import gpt2
+from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.quantities import Number
 from parallax.plan.recomputed import recomputed
 
 FLOAT = 4  # bytes of what is summed
+RESULTS_OF_SWIGLU = 5  # the gate, its sigmoid and their product, the other input, the result
 TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
 
@@ -46,7 +47,7 @@ class Sizes(NamedTuple):
     gathered: Number
 
 
-def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
+def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     """The sizes of a microbatch on a device; `short` is the bytes of a number in a short
     precision."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
@@ -61,7 +62,7 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Si
 
 
 def everything(
-    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+    config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
     """Bytes that a layer keeps where nothing but attention is computed again: what `jax.vjp` keeps
     of it.
@@ -75,10 +76,13 @@ def everything(
         layout.sequences(batch),
         config.context // layout.context,
     )
+    layer = layer_of(config)
+    results = results_of_gelu() if layer.inputs == 1 else RESULTS_OF_SWIGLU
+    numbers = 2 * (layer.queries + layer.keys) + results * layer.hidden
     kept = (
         (2 * FLOAT + 2 * size.narrow) * size.stream
         + 2 * size.narrow * size.gathered
-        + 4 * (1 + results_of_gelu()) * size.narrow * size.split
+        + numbers / config.width * size.narrow * size.split
     )
     kept += 4 * FLOAT * b * T / layout.token_shards
     rows = FLOAT * b * config.heads * T / layout.tensor  # a number for each query and head
@@ -107,19 +111,20 @@ def results_of_gelu() -> int:
 
 
 def layer(
-    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+    config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
     """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
-        return size.narrow * (size.stream + size.whole + 7 * size.split)
+        products = layer_of(config).column_parallel / config.width * size.split
+        return size.narrow * (size.stream + size.whole + products)
     if keeps == "inputs":
         return size.narrow * size.stream
     return everything(config, layout, batch, short, kernel=kernel)
 
 
-def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> Number:
+def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number:
     """Bytes of a layer that its input's gradient hands on to a lane of the weights' gradients,
     where nothing is computed again.
 
@@ -127,11 +132,13 @@ def handed(config: gpt2.Config, layout: Layout, batch: int, short: int = 2) -> N
     ones, and the gradients of norms and biases, which are made on the way.
     """
     size, D = sizes(config, layout, batch, short), config.width
-    return size.narrow * (7 * size.split + 2 * size.whole + 7 * D / layout.tensor + 6 * D)
+    products = layer_of(config).column_parallel
+    of_tokens = products / D * size.split + 2 * size.whole
+    return size.narrow * (of_tokens + products / layout.tensor + 6 * D)
 
 
 def at_least(
-    config: gpt2.Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+    config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
     """Bytes that a step keeps at least besides its arguments: those of the layers, of all
     microbatches in flight."""

@@ -1,4 +1,4 @@
-"""What a GPT-2 train step sends, collective by collective: the closed forms, which the compiled
+"""What a decoder's train step sends, collective by collective: the closed forms, which the compiled
 program's bytes equal.
 
 Legend: b sequences of a microbatch, T tokens (of a device, where a context axis splits them), D
@@ -22,8 +22,9 @@ from parallax.collectives import AxisLike, cost, halving, ring, send_next
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout
-from parallax.models import gpt2, recipe
+from parallax.models import recipe
 from parallax.plan import arguments
+from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
@@ -113,7 +114,7 @@ class Sizes(NamedTuple):
     weights: int
 
 
-def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
+def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """How often what runs.
 
     Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all
@@ -136,7 +137,7 @@ def sizes(config: gpt2.Config, layout: Layout, batch: int) -> Sizes:
 
 
 def terms(
-    config: gpt2.Config,
+    config: Config,
     layout: Layout,
     batch: int,
     *,
@@ -267,7 +268,7 @@ class _Step:
         them in float32 or wider."""
         size, n = self.size, self.layout.context
         keys = (
-            size.tokens * self.config.width // self.layout.tensor
+            size.tokens * layer_of(self.config).keys // self.layout.tensor
         )  # numbers on a device; of values as many, sent beside them
         again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)

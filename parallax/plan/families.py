@@ -1,0 +1,73 @@
+"""The decoders that a plan has closed forms for, and the sizes of one of their layers.
+
+Legend: D width, F feed-forward, H heads of queries, G of keys, K head width.
+"""
+
+from typing import Any, NamedTuple
+
+from parallax.models import gpt2, llama
+from parallax.models.family import Family
+
+Config = gpt2.Config | llama.Config
+
+
+class Layer(NamedTuple):
+    """The sizes of a layer.
+
+    Attributes:
+        width: D.
+        queries: H K.
+        keys: G K.
+        hidden: F.
+        inputs: matrices of the feed-forward that read its input: two where it is gated.
+    """
+
+    width: int
+    queries: int
+    keys: int
+    hidden: int
+    inputs: int
+
+    @property
+    def last(self) -> int:
+        """Numbers of the last matrix, D F."""
+        return self.width * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Numbers of all matrices of the layer."""
+        return 2 * self.width * (self.queries + self.keys) + (self.inputs + 1) * self.last
+
+    @property
+    def column_parallel(self) -> int:
+        """Numbers that the products of the column-parallel layers have for a token."""
+        return self.queries + 2 * self.keys + self.inputs * self.hidden
+
+
+def known(config: Any) -> None:
+    """Refuse with a `ValueError` the sizes of a model that the closed forms do not count."""
+    if isinstance(config, gpt2.Config) or (isinstance(config, llama.Config) and not config.experts):
+        return
+    kind = type(config)
+    has_experts = " with experts" if isinstance(config, llama.Config) else ""
+    raise ValueError(
+        "plan counts a gpt2.Config, or a llama.Config without experts; got a "
+        f"{kind.__qualname__} of {kind.__module__}{has_experts}. Use plan.traced(family, config, "
+        "layout, hardware, batch=...) for another decoder, and plan.trace for any step."
+    )
+
+
+def family_of(config: Config) -> Family:
+    """The family whose sizes these are."""
+    return gpt2.FAMILY if isinstance(config, gpt2.Config) else llama.FAMILY
+
+
+def layer_of(config: Config) -> Layer:
+    """The sizes of a layer of the model."""
+    D = config.width
+    if isinstance(config, gpt2.Config):
+        return Layer(D, queries=D, keys=D, hidden=4 * D, inputs=1)
+    K = config.head_width
+    return Layer(
+        D, queries=config.heads * K, keys=config.groups * K, hidden=config.hidden, inputs=2
+    )
