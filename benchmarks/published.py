@@ -41,7 +41,8 @@ class Row(NamedTuple):
     @property
     def devices(self) -> int:
         """How many there were."""
-        return math.prod(self.sizes.get(name, 1) for name in ("data", "stage", "tensor"))
+        axes = ("replica", "data", "stage", "tensor")
+        return math.prod(self.sizes.get(name, 1) for name in axes)
 
 
 def gpt(layers: int, heads: int, width: int, split: int) -> gpt2.Config:
@@ -164,8 +165,14 @@ def rows() -> list[Row]:
     for size, *numbers, teraflops in lines(TABLE_2):
         layers, heads, width, t, p, gpus, batch, b = map(int, numbers)
         config = gpt(layers, heads, width, t * p)
-        whole = {"data": gpus // t // p, "stage": p, "tensor": t, "remat": "block"}
-        sizes = whole | ({"split_sends": True} if p > 1 else {"zero": 3})
+        sizes = {"data": gpus // t // p, "stage": p, "tensor": t, "remat": "block"}
+        if p > 1:
+            sizes["split_sends"] = True
+        else:
+            sizes["zero"] = 3
+            # Our ZeRO splits along a dim that divides: 20,480 numbers over a seventh of 2,240 devices.
+            groups = 7 if width % gpus else 1
+            sizes |= {"replica": groups, "data": gpus // groups}
         found.append(
             Row(
                 f"Narayanan, table 2: {size:g} B{', ZeRO-3' if p == 1 else ''}",
@@ -212,10 +219,11 @@ def rows() -> list[Row]:
 
 def palm() -> Row:
     """PaLM's step on a pod, of half of the batch, by its share of peak; operations as that paper's
-    appendix B counts them. It is planned as a GPT-2 of as many layers and heads."""
+    appendix B counts them. It is planned as a GPT-2 of as many layers and heads. A layer keeps one
+    activation, and the rest is computed again (section 4)."""
     parameters, attention = 540.35e9, 12 * PALM.layers * 48 * 256 * TOKENS
     seconds = 1024 * TOKENS * (6 * parameters + attention) / (3072 * 275e12 * 0.462)
-    sizes = {"data": 256, "tensor": 12, "zero": 3, "remat": "products"}
+    sizes = {"data": 256, "tensor": 12, "zero": 3, "remat": "block"}
     source = "Chowdhery, table 3: PaLM 540 B"
     return Row(source, PALM, PALM_CHIP, 1024, sizes, (4,), (1,), seconds)
 

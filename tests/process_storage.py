@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh
 from parallax.data import manifest
 from parallax.run import barriers, processes, writer
-from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 
 AT = {"open": 0, "os.mkdir": 0, "os.rename": 1}
@@ -83,14 +82,14 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
         seen["steps"] = store.steps()
     seen["said"] = said
 
-    hashed, check_hashes = [], records.check_hashes
+    hashed, check_hashes = [], manifest.check_hashes
 
     def slow(folder, files):
         hashed.extend(files)
         time.sleep(seconds if rank == 1 else 0)
         check_hashes(folder, files)
 
-    records.check_hashes = slow
+    manifest.check_hashes = slow
     began = time.monotonic()
     again = Checkpoints(folder, settings={}, say=lambda line: None)
     restored = again.restore(state_of(0))

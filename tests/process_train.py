@@ -24,6 +24,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh
+from parallax.collectives import ring
 from parallax.data import prefetch
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -132,7 +133,10 @@ def train(job: processes.Job, options) -> None:
         axes,
         batch=BATCH,
         key=jax.random.key(options.seed),
-        compute=decoder.Compute(dtype=jnp.dtype("float64")),
+        # Rings add up in one order on any number of processes; the sums of `jax.lax` do not.
+        compute=decoder.Compute(
+            axes={name: ring(name) for name in layout.axes}, dtype=jnp.dtype("float64")
+        ),
     )
     state, one_step = made.init(), made.train
     one_step = jax.jit(poisoned(one_step, options.nan_at), donate_argnums=0)

@@ -34,7 +34,11 @@ from parallax.commands.options import HARDWARE, layout_of, model
         ),
         (
             "plan --model llama-tiny --layout data=2,tensor=2 --batch 8",
-            ("data=2 x stage=1 x tensor=2", "all-reduce", "bound by"),
+            ("4 x A100: data=2,tensor=2", "of peak", "run beside the work"),
+        ),
+        (
+            "plan --model llama-tiny --devices 4 --batch 8 --top 2 --attention-kernel",
+            ("seconds  of peak", "4 x A100", "algorithms"),
         ),
         (
             "plan --layout data=8,zero=1 --islands 2",
@@ -108,11 +112,6 @@ def test_prints(arguments, words, capsys):
         (
             "plan --mesh data=8",
             "Name the file, as in `plan path/to/file.py:function --mesh data=8`",
-        ),
-        ("plan --model llama --devices 8", "plan searches the layouts of GPT-2 models"),
-        (
-            "compare --model llama-tiny --layout data=2",
-            "compare knows the formulas of GPT-2 models",
         ),
         ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),

@@ -1,11 +1,10 @@
-"""The published rows are what the papers' tables say, and the fit finds factors that are there."""
+"""The published rows are what the papers' tables say, and the page has their plans."""
 
 import math
 import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from benchmark_modules import load
 
@@ -16,8 +15,7 @@ PRINTED = [
     "Narayanan, table 1: 529.6 B",
     "PaLM 540 B",
     "Llama 3",
-    "factors: products",
-    "scored half, 25 rows: median",
+    "50 rows: median",
     "Drawn in",
 ]
 
@@ -36,16 +34,10 @@ def test_rows(papers):
     for row in rows:
         billions = float(row.source.split(": ")[1].split(" B")[0].replace("PaLM ", ""))
         config = row.config
-        more = (
-            (row.unlike.weights - 1) * 12 * config.layers * config.width**2
-        )  # of a layer that is no GPT-2's
-        embeddings = (
-            config.rows * config.width * (row.source.startswith("torchtitan"))
-        )  # Llama's head is a table of its own
-        # Sources round: a Llama 2 of "70 B" has 69.0.
-        assert math.isclose(
-            (config.parameters + more + embeddings) / 1e9, billions, rel_tol=0.05
-        ), row.source
+        # Sources round: a Llama 2 of "70 B" has 69.0. PaLM's layers have more numbers than those of
+        # the GPT-2 that it is planned as.
+        rounded = 0.15 if "PaLM" in row.source else 0.05
+        assert math.isclose(config.parameters / 1e9, billions, rel_tol=rounded), row.source
     (first,) = (
         row
         for row in rows
@@ -62,88 +54,35 @@ def test_the_largest_is_planned(papers):
     divide."""
     row = next(row for row in papers.rows() if "table 5: 530 B, selective" in row.source)
     found = papers.planned(row)
-    assert (found.layout.stage, found.layout.chunks, row.config.layers) == (35, 3, 105)
-    assert (
-        0.8 < papers.total(found.parts) / row.seconds < 1.2
-    )  # the paper's own time; without a single fitted number
-
-
-def test_what_is_unlike_a_gpt2_is_counted(papers):
-    """Of a row that is planned as a GPT-2 of our recipe, each difference changes the part that it
-    is about, and no other."""
-    row = next(row for row in papers.rows() if "table 5: 530 B, selective" in row.source)
-    layout = papers.planned(row).layout
-    planned = papers.plan.plan(row.config, layout, row.chip, batch=row.batch)
-    plain = type(row.unlike)()
-    of = lambda unlike: papers.parts_of(row._replace(unlike=unlike), planned)
-    seconds = planned.seconds
-    np.testing.assert_allclose(
-        of(plain)[[0, 2, 3, 5]],
-        [seconds.products, seconds.passes, seconds.messages, seconds.update],
-    )
-    changed = lambda **fields: np.flatnonzero(
-        ~np.isclose(of(plain._replace(**fields)), of(plain))
-    ).tolist()
-    assert changed(weights=1.5) == [0]  # nothing goes along data
-    assert changed(scores=0.5) == [0]
-    assert changed(sums=0.5) == [3]
-    assert changed(kernel=True) == changed(fused=True) == [2]
-    assert changed(at_ends=True) == [0, 3]
-    head, layers = row.config.rows, 12 * row.config.layers * row.config.width
-    more = (
-        34 * head / (layers + 2 * row.config.layers * row.config.context + head)
-    )  # 35 times a head in the place of one
-    assert of(plain._replace(at_ends=True))[0] == pytest.approx((1 + more) * seconds.products)
-
-
-def test_the_fit_finds_what_is_there(papers):
-    draw = np.random.default_rng(0)
-    parts = draw.uniform(0.5, 2, size=(20, 6))
-    parts[:, 4] = 0.01  # beside the rest: hidden
-    factors = np.array(
-        [papers.PRODUCTS[2], papers.PRODUCTS[4], papers.OTHERS[10], papers.OTHERS[15]]
-    )
-    np.testing.assert_allclose(papers.fit(parts, papers.total(parts, factors)), factors)
-    parts[:, 4] = 100.0  # longer than the rest, which then hides behind it
-    np.testing.assert_allclose(papers.total(parts, factors), 100 * factors[3])
+    layout = found.plan.layout
+    assert (layout.stage, layout.chunks, row.config.layers) == (35, 3, 105)
+    assert 0.8 < found.ratio < 1.2  # of the paper's own time, and nothing is fitted
 
 
 @pytest.mark.programs
 def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys, tmp_path):
     """docs/planning.md has a line for each row, with the published time and our ratio; and the
-    score."""
-    scores = []
-
-    def scored(*arguments, scored=papers.scored):
-        scores.append(scored(*arguments))
-        return scores[-1]
-
-    monkeypatch.setattr(papers, "scored", scored)
+    score: in the median within 5 %, nine in ten within 30 %, and seven in eight fit."""
     monkeypatch.setattr(sys, "argv", ["papers.py", f"--picture={tmp_path / 'papers.png'}"])
     papers.main()
     printed = capsys.readouterr().out
     assert [words for words in PRINTED if words not in printed] == []
     assert (tmp_path / "papers.png").exists()
-    (found,) = scores
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    for line, ratio in zip(papers.lines(found), found.ratios, strict=True):
-        start = " | ".join(line[name] for name in ("published", "devices", "s"))
+    found = [papers.planned(row) for row in papers.rows()]
+    for each in found:
+        row = each.row
+        start = f"{row.source} | {row.devices:,} {row.chip.name} | {row.seconds:.4g}"
         shown = re.search(rf"^\| {re.escape(start)} \| \S+ \| (\S+) \|", page, re.MULTILINE)
         assert shown, start
-        assert float(shown[1]) == pytest.approx(
-            ratio, rel=0.1
-        )  # JAX 0.12 keeps one array less of a GELU
+        # JAX 0.12 keeps one array less of a GELU.
+        assert float(shown[1]) == pytest.approx(each.ratio, rel=0.1)
     for told in papers.causes(found):
         assert told.split(": ")[-1] in page
         assert "not known" not in told
-    told = re.search(
-        r"the score: in the\s+median (\S+) of the published time, and (\S+) to (\S+) of it at "
-        r"the ends",
-        page,
-    )
-    assert told
-    score = found.ratios[found.scored]
-    of_score = (np.median(score), score.min(), score.max())
-    np.testing.assert_allclose(
-        np.array(told.groups(), float), of_score, rtol=0.02
-    )  # by JAX 0.12 the worst is 1.31
+    score = re.search(r"median (\S+), .*; (\d+) within 30 %; (\d+) fit", printed)
+    assert score
+    assert abs(float(score[1]) - 1) <= 0.05
+    assert int(score[2]) >= 0.9 * len(found)
+    assert int(score[3]) >= 7 / 8 * len(found)
+    assert score[0].split("; ")[1] in page

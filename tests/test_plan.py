@@ -29,6 +29,7 @@ from parallax.models import decoder, gpt2, llama, recipe
 from parallax.pipeline import lockstep, rows
 from parallax.plan import (
     arguments,
+    families,
     layouts,
     planned,
     residuals,
@@ -618,10 +619,41 @@ def test_measured_hardware_is_a_record_like_the_others():
     assert plan.plan(TINY, Layout(data=8), here, batch=8).seconds.total > 0
 
 
-def test_the_sizes_of_another_model_are_refused():
-    """They would be taken for a GPT-2's: their names are the same."""
+@pytest.mark.parametrize("config", [llama.Config(experts=4), Layout()])
+def test_the_sizes_of_another_model_are_refused(config):
     with pytest.raises(
         ValueError,
-        match=r"plan knows .* of a GPT-2 alone.*; got a Config of parallax\.models\.llama\.sizes",
+        match=r"plan counts a gpt2\.Config, or a llama\.Config without experts; got a (Config of "
+        r"parallax\.models\.llama\.sizes with experts|Layout of parallax\.layout)\.",
     ):
-        planned.known(llama.B8)
+        families.known(config)
+
+
+def test_search_of_a_llama():
+    """Llama 3 8B on 64 H100 with a kernel for attention: no pipeline, matrices split inside a
+    machine, and close to half of the peak."""
+    config = dataclasses.replace(llama.B8, context=8192)
+    found = plan.search(
+        config, 64, hardware.H100, batch=128, sequences=(1, 2), attention_kernel=True, count=1
+    )
+    best = plan.simplest(found)
+    assert (best.layout.stage, best.layout.zero) == (1, 1)
+    assert best.layout.tensor in (2, 4, 8)
+    assert 0.4 < best.share_of_peak < 0.6
+
+
+def test_an_attention_kernel_keeps_no_scores():
+    """Less memory and fewer passes, and the same messages and products."""
+    layout = Layout(data=8, zero=1, precision="bfloat16")
+    plans = [
+        plan.plan(gpt2.SMALL, layout, hardware.A100, batch=8, attention_kernel=kernel)
+        for kernel in (None, True)
+    ]
+    scores = 12 * 12 * 1024**2 * 6  # of a layer and head, in float32 and in bfloat16
+    temporaries = [each.memory.temporaries for each in plans]
+    assert temporaries[0] - temporaries[1] == pytest.approx(scores, rel=0.1)
+    assert plans[0].seconds.passes > 2 * plans[1].seconds.passes
+    assert plans[0].seconds.products == plans[1].seconds.products
+    assert plans[0].sent == plans[1].sent
+    seconds = plans[0].seconds
+    assert plans[0].overlapped == pytest.approx(seconds.total - plans[0].along["data",])

@@ -37,7 +37,7 @@ def compare(options: argparse.Namespace) -> str:
     """Returns the predictions beside the compiled step.
 
     Raises:
-        ValueError: the layout does not fit, or the model is no GPT-2.
+        ValueError: the layout does not fit.
     """
     import jax
     import jax.numpy as jnp
@@ -47,11 +47,6 @@ def compare(options: argparse.Namespace) -> str:
     from parallax.models import decoder
 
     chosen = model(options)
-    if options.model.startswith("llama"):
-        raise ValueError(
-            f"compare knows the formulas of GPT-2 models; got --model {options.model}. "
-            "Use --model tiny, or `plan --layout`, which traces the step of any model."
-        )
     layout = layout_of(options, chosen.config, options.devices)
     use_cpus(layout.devices)
     devices = mesh.make(devices=jax.devices(), **layout.axes)

@@ -46,6 +46,11 @@ def add_plan(commands: Any) -> None:
         help="the precision of a search: full, bfloat16 or float16",
     )
     option(
+        "--attention-kernel",
+        action="store_true",
+        help="plan a step whose attention keeps no scores, such as context.blockwise",
+    )
+    option(
         "--top", type=int, default=5, metavar="N", help="the number of layouts that a search prints"
     )
     add_island_options(command)
@@ -91,13 +96,10 @@ def plan(options: argparse.Namespace) -> str:
     if options.layout is None:
         return search(options, chosen.config, chip)
     layout = layout_of(options, chosen.config, options.devices)
-    if options.model.startswith("llama"):
-        if options.islands != 1:
-            raise ValueError("--islands counts the bytes of GPT-2 models. Use --model small.")
-        traced = plans.traced(chosen.family, chosen.config, layout, chip, batch=options.batch)
-        return f"{traced}{failures(options, layout.devices)}"
-    text = f"{plans.plan(chosen.config, layout, chip, batch=options.batch)}"
-    text += failures(options, layout.devices)
+    planned = plans.plan(
+        chosen.config, layout, chip, batch=options.batch, attention_kernel=kernel_of(options)
+    )
+    text = f"{planned}{failures(options, layout.devices)}"
     if options.islands == 1:
         return text
     from parallax.plan import between
@@ -121,11 +123,6 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
             "plan needs --devices, --layout, or a file and --mesh. "
             "Use --devices 8 to search, or --layout data=2,tensor=4 for one plan."
         )
-    if options.model.startswith("llama"):
-        raise ValueError(
-            f"plan searches the layouts of GPT-2 models; got --model {options.model}. "
-            f"Use --layout data={options.devices} for the plan of one layout."
-        )
     for name in ("devices", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
@@ -138,12 +135,18 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
         batch=options.batch,
         precision=options.precision,
         count=options.top,
+        attention_kernel=kernel_of(options),
     )
     best = layouts.simplest(plans)
     text = f"{layouts.table(plans, options.top)}\n\n{best}"
     if best.algorithms:
         text += f"\n\n{algorithms.table(best.algorithms)}"
     return text + failures(options, options.devices)
+
+
+def kernel_of(options: argparse.Namespace) -> bool | None:
+    """Return whether attention keeps no scores; None: as the recipe's own attention."""
+    return options.attention_kernel or None
 
 
 def plan_of_a_file(options: argparse.Namespace) -> str:

@@ -65,9 +65,7 @@ def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _leaves(
-    config: Config, data: int, stage: int, tensor: int, chunks: int
-) -> tuple[Leaf, ...]:
+def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
     layout = Layout(
         data=data,
         stage=stage,

@@ -287,9 +287,7 @@ def has_kernel(
     return asked
 
 
-def waited(
-    config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool
-) -> Sizes:
+def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
     """The sizes of a step with the calls whose time it takes.
 
     Where each stage has its own job in a tick, all wait for the dearest: a fold over the table,

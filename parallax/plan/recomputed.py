@@ -16,7 +16,8 @@ class Recomputed(NamedTuple):
         gathers: all-gathers of a layer that the backward pass makes again.
         sums: sums over devices that it makes again.
         matmuls: whether it makes the matmuls with weights again.
-        scores: whether it makes attention's matmuls again.
+        scores: the share of attention's matmuls that it makes again: the half that makes the scores,
+            where what follows them is kept.
         passes: the share of a layer's results, between matmuls, that it makes again.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
@@ -27,7 +28,7 @@ class Recomputed(NamedTuple):
     gathers: int
     sums: int
     matmuls: bool
-    scores: bool
+    scores: float
     passes: float
     whole_stage: bool
 
@@ -55,7 +56,7 @@ def recomputed(layout: Layout) -> Recomputed:
         gathers=2 if gathers_again or keeps != "everything" else 0,
         sums=0 if keeps == "everything" else 1,
         matmuls=word == "block" or whole_stage,
-        scores=word not in ("none", "gathers"),
+        scores={"none": 0.0, "gathers": 0.0}.get(word, 0.5 if attention_again else 1.0),
         passes={"none": 0.0, "gathers": 0.0, "attention": 0.5}.get(word, 1.0),
         whole_stage=whole_stage,
     )
