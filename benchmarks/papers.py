@@ -117,15 +117,13 @@ def main():
     arguments = parse()
     found = [planned(row) for row in rows()]
     table = lines(found)
-    if arguments.picture:
-        draw(arguments.picture, found)
     if arguments.docs:
         for line in table:
             del line["layout"]
-        print(markdown(table), score(found), *causes(found), sep="\n")
-        return
-    print(measure.table(table), "\n", sep="\n")
-    print(*causes(found), "", score(found), sep="\n")
+        print(markdown(table), *causes(found), score(found), sep="\n")
+    else:
+        print(measure.table(table), "\n", sep="\n")
+        print(*causes(found), "", score(found), sep="\n")
     if arguments.picture:
         draw(arguments.picture, found)
         print(f"Drawn in {arguments.picture}.")

@@ -1533,7 +1533,7 @@ TOLD = (
         "Memory.arguments",
         " + self.inputs",
         "",
-        "test_plan.py::test_the_largest_batch_fits_and_one_more_does_not",
+        "test_trace.py::test_closed_formulas_are_the_trace",
     ),
     Mutant(
         "planned",

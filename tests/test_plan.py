@@ -572,20 +572,6 @@ def test_what_cannot_be_found_is_told():
         layouts.search(gpt2.GPT3, 2, hardware.V100, batch=8)
 
 
-def test_the_largest_batch_fits_and_one_more_does_not():
-    layout = Layout(data=8, precision="float16", remat="products")
-    chip = lambda size: dataclasses.replace(hardware.V100, memory=float(size))
-    batch = layouts.largest_batch(TINY, layout, chip(9e6))
-    one = plan.plan(TINY, layout, chip(9e6), batch=batch)
-    assert one.fits
-    assert layouts.largest_batch(TINY, layout, chip(one.memory.peak)) == batch
-    # The batch's bytes count.
-    assert layouts.largest_batch(TINY, layout, chip(one.memory.peak - 1)) < batch
-    assert not plan.plan(TINY, layout, chip(9e6), batch=batch + 8).fits
-    assert layouts.largest_batch(gpt2.GPT3, layout, hardware.V100) == 0
-
-
-@pytest.mark.programs
 def test_planning_touches_no_device():
     """Thousands of devices, in a process whose JAX has no backend at all."""
     program = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
     from parallax.plan.decoders import traced
-    from parallax.plan.layouts import largest_batch, search, simplest
+    from parallax.plan.layouts import search, simplest
     from parallax.plan.planned import (
         ADAMW,
         Memory,
@@ -38,7 +38,6 @@ __all__ = [
     "check",
     "compare",
     "compared",
-    "largest_batch",
     "memory",
     "model_flops",
     "plan",
@@ -57,7 +56,6 @@ _FILES = {
     "Trace": "tracing",
     "compare": "comparison",
     "compared": "comparison",
-    "largest_batch": "layouts",
     "quantity": "quantities",
     "search": "layouts",
     "simplest": "layouts",

@@ -143,34 +143,6 @@ def _seconds(planned: Plan) -> float:
     return planned.seconds.total
 
 
-def largest_batch(
-    config: Config,
-    layout: Layout,
-    hardware: Hardware,
-    *,
-    optimizer: optax.GradientTransformation = ADAMW,
-) -> int:
-    """The largest global batch of `layout`, in sequences, with which a step fits; 0 if none
-    does."""
-    part = layout.global_batch(1)
-
-    def fits(count: int) -> bool:
-        batch = count * part
-        if _at_least(config, layout, hardware, batch, optimizer, None) > hardware.memory:
-            return False
-        return plan(config, layout, hardware, batch=batch, optimizer=optimizer).fits
-
-    if not fits(1):
-        return 0
-    least, most = 1, 2
-    while fits(most):
-        least, most = most, 2 * most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least * part
-
-
 def table(found: Sequence[Plan], count: int = 10) -> str:
     """The first of these plans, a line each."""
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
