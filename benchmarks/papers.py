@@ -3,9 +3,8 @@ the plan fits the devices.
 
     python benchmarks/papers.py [--picture FILE] [--docs]   # two minutes; nothing is compiled or run
 
-Nothing is fitted. Each row is `plan.plan(..., attention_kernel=True)` with the fastest algorithm
-along each axis (`algorithms.replanned`). See benchmarks/README.md for the columns, and
-docs/planning.md for what the planner is good for. The runs are in `published.py`.
+Nothing is fitted. Each row is `plan.plan(..., attention_kernel=True)`. See benchmarks/README.md for
+the columns, and docs/planning.md for what the planner is good for. The runs are in `published.py`.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import measure
 from published import CAUSES, Row, rows
 
 from parallax.layout import Layout
-from parallax.plan import Plan, algorithms, networks
+from parallax.plan import Plan
 from parallax.plan import plan as plan_of
 
 WITHIN = 0.3  # how far a plan that counts as near is off
@@ -66,9 +65,8 @@ def layouts_of(row: Row) -> list[Layout]:
 
 
 def planned_as(row: Row, layout: Layout) -> Plan:
-    """The plan of a layout, with an attention kernel and the fastest algorithms."""
-    once = plan_of(row.config, layout, row.chip, batch=row.batch, attention_kernel=True)
-    return algorithms.replanned(once, networks.of(row.chip, row.devices))
+    """The plan of a layout, with an attention kernel."""
+    return plan_of(row.config, layout, row.chip, batch=row.batch, attention_kernel=True)
 
 
 def lines(found: Sequence[Planned]) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from parallax import hardware, mesh, torus
 from parallax.compiled import links
 from parallax.layout import Layout
 from parallax.models import gpt2
-from parallax.plan import planned, traffic
+from parallax.plan import algorithms, traffic
 
 # Chips along each dim, and cores of a chip.
 FLAT = {
@@ -256,7 +256,7 @@ def test_the_plan_counts_links_by_these_places(box, layout, expected):
         hardware.TPU_V5E, fast=hardware.TPU_V5E.fast._replace(gamma=0.0)
     )  # nothing but messages
     far = dataclasses.replace(near, torus=box)
-    of = lambda chip: planned.messages(traffic.terms(gpt2.SMALL, layout, 64), layout, chip)
+    of = lambda chip: algorithms.messages(traffic.terms(gpt2.SMALL, layout, 64), layout, chip)
     a, b = of(near), of(far)
     ratios = far.hops(layout.axes)
     assert {axes: b[axes] / a[axes] for axes in a} == pytest.approx(

@@ -1,18 +1,20 @@
-"""The fastest collective algorithm along each axis of a planned layout, by the simulated
-network."""
+"""What the messages of a planned layout take. What `jax.lax` moves is priced as the fastest
+algorithm on the simulated network, and what another algorithm moves by its formula."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from parallax.collectives import cost
-from parallax.plan import networks, planned
-from parallax.plan.networks import Group, Network
-from parallax.plan.planned import Plan
+from parallax.hardware import Hardware
+from parallax.layout import Layout
+from parallax.plan import networks
+from parallax.plan.networks import Group
+from parallax.plan.quantities import Number
+from parallax.plan.seconds import span
+from parallax.plan.traffic import LAX, Term
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-LAX_KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}  # `jax.lax`'s own names
+KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "all_gather"}
 
 
 class Chosen(NamedTuple):
@@ -21,8 +23,8 @@ class Chosen(NamedTuple):
     Attributes:
         axis: its name.
         algorithm: as `parallax.collectives` names it.
-        seconds: of all messages along the axis in a step, by each algorithm that was tried, the
-            fastest first.
+        seconds: of what `jax.lax` moves along the axis in a step, by each algorithm that was tried,
+            the fastest first.
     """
 
     axis: str
@@ -30,48 +32,41 @@ class Chosen(NamedTuple):
     seconds: dict[str, float]
 
 
-def chosen(plan: Plan, network: Network) -> list[Chosen]:
-    """The fastest algorithm along each axis of the layout, one thing after another.
-
-    Raises:
-        ValueError: the network has another number of devices than the layout.
-    """
-    if network.devices != plan.layout.devices:
-        raise ValueError(
-            f"algorithms.chosen needs a network of the layout's {plan.layout.devices} devices; got "
-            f"one of {network.devices}."
-        )
+def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
+    """The fastest algorithm for what `jax.lax` moves along each axis, one thing after another."""
+    network = networks.of(hardware, layout.devices)
+    names = list(layout.axes)
     found = []
-    for axis, size in plan.layout.axes.items():
+    for k, axis in enumerate(names):
         calls = [
-            (_kind(term), term.nbytes, term.times) for term in plan.traffic if term.axes == (axis,)
+            (KINDS[term.collective.__name__], term.nbytes, term.times)
+            for term in terms
+            if term.axes == (axis,) and term.collective in LAX
         ]
-        calls = [call for call in calls if call[0] in KINDS]
-        if size > 1 and calls:
-            names = list(plan.layout.axes)  # the last axis runs fastest
-            faster = names[names.index(axis) + 1 :]
-            group = Group(size, math.prod(plan.layout.axes[name] for name in faster))
-            taken = networks.choose(calls, network, group)
+        if calls:
+            # The last axis runs fastest.
+            stride = math.prod(layout.axes[name] for name in names[k + 1 :])
+            taken = networks.choose(calls, network, Group(layout.axes[axis], stride))
             found.append(Chosen(axis, next(iter(taken)), taken))
+    return tuple(found)
+
+
+def messages(
+    terms: Sequence[Term], layout: Layout, hardware: Hardware, algorithms: Sequence[Chosen] = ()
+) -> dict[tuple[str, ...], Number]:
+    """The seconds of all messages by axes, none of them hidden behind arithmetic: those of
+    `algorithms` along their axes, and the alpha-beta formulas of the others."""
+    found: dict[tuple[str, ...], Number] = {
+        (one.axis,): one.seconds[one.algorithm] for one in algorithms
+    }
+    by_network = set(found)
+    links = hardware.hops(layout.axes)
+    for term in terms:
+        if term.n > 1 and not (term.axes in by_network and term.collective in LAX):
+            hop = hardware.link(span(layout.axes, term.axes), max(links[n] for n in term.axes))
+            taken = term.times * cost.seconds(term.cost, hop)
+            found[term.axes] = found.get(term.axes, 0.0) + taken
     return found
-
-
-def replanned(plan: Plan, network: Network) -> Plan:
-    """The plan with the fastest algorithm along each axis; what other collectives take stays as it
-    was."""
-    best = chosen(plan, network)
-    axes = {one.axis for one in best}
-    others = [
-        term
-        for term in plan.traffic
-        if not (_kind(term) in KINDS and {*term.axes} <= axes and len(term.axes) == 1)
-    ]
-    along = planned.messages(others, plan.layout, plan.hardware)
-    for one in best:
-        key = (one.axis,)
-        along[key] = along.get(key, 0.0) + one.seconds[one.algorithm]
-    seconds = plan.seconds._replace(messages=math.fsum(along.values()))
-    return dataclasses.replace(plan, seconds=seconds, along=along, algorithms=tuple(best))
 
 
 def table(found: Sequence[Chosen]) -> str:
@@ -81,8 +76,3 @@ def table(found: Sequence[Chosen]) -> str:
         rivals = ", ".join(f"{name} {taken:.3g}" for name, taken in each.seconds.items())
         lines.append(f"  {each.axis:<10} {each.algorithm:<12} {rivals}")
     return "\n".join(lines)
-
-
-def _kind(term) -> str:
-    name = cost.describe(term.collective).rpartition(".")[2]
-    return LAX_KINDS.get(name, name)

@@ -16,7 +16,7 @@ import optax
 
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.plan import algorithms, arguments, networks, residuals
+from parallax.plan import arguments, residuals
 from parallax.plan.families import Config, known
 from parallax.plan.planned import ADAMW, Plan, counts, has_kernel, plan
 from parallax.plan.quantities import Number, quantity
@@ -42,7 +42,7 @@ def search(
 ) -> list[Plan]:
     """The fastest layouts of exactly `devices` that fit, at most `count`, the fastest first.
 
-    Each has the fastest algorithm along each of its axes (`algorithms.replanned`). Of layouts that
+    Each has the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
     parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as
     many microbatches as the batch has, of `sequences`. Schedules with gradients of weights apart
@@ -87,7 +87,6 @@ def search(
         for layout in candidates
     }
     possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
-    network = networks.of(hardware, devices)
 
     def planned_of(layout: Layout) -> Plan:
         return plan(
@@ -99,9 +98,7 @@ def search(
             attention_kernel=attention_kernel,
         )
 
-    ranked = sorted(
-        (algorithms.replanned(planned_of(layout), network) for layout in possible), key=_seconds
-    )
+    ranked = sorted((planned_of(layout) for layout in possible), key=_seconds)
     fitting: dict[Any, Plan] = {}
     for planned in ranked:
         if len(fitting) == count:

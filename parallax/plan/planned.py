@@ -17,20 +17,19 @@ al. (arXiv 2205.05198).
 
 import dataclasses
 import functools
-import itertools
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import optax
 
 from parallax import context
-from parallax.collectives import AxisLike, cost
+from parallax.collectives import AxisLike
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import flash, recipe
-from parallax.plan import decoders, residuals, traffic
+from parallax.plan import algorithms, decoders, residuals, traffic
+from parallax.plan.algorithms import Chosen
 from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.decoders import ADAMW
 from parallax.plan.families import Config, family_of, known, layer_of
@@ -152,7 +151,7 @@ class Plan:
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: one that acts element by element.
         axes: the collective algorithms, as in `Compute`.
-        algorithms: the fastest along each axis (`algorithms.Chosen`), where they were chosen.
+        algorithms: the fastest along each axis where `jax.lax` moves the data.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -167,7 +166,7 @@ class Plan:
     bubble: float
     optimizer: optax.GradientTransformation
     axes: Mapping[str, AxisLike] | None = None
-    algorithms: tuple[Any, ...] = ()
+    algorithms: tuple[Chosen, ...] = ()
     attention_kernel: bool = False
 
     @functools.cached_property
@@ -230,7 +229,9 @@ def plan(
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: the collective algorithms, as in `Compute`: those that `cost` has a formula for.
+        axes: the collective algorithms, as in `Compute`: those that `cost` has a formula for. Along
+            the others `jax.lax` moves the data, which takes the time of the fastest algorithm on
+            the chip's network.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores; None:
             as the recipe's own, which is one on TPUs.
 
@@ -243,7 +244,8 @@ def plan(
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     takes = waited(config, layout, batch, hardware, kernel)
     awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
-    along = messages(awaited, layout, hardware)
+    fastest = algorithms.chosen(awaited, layout, hardware)
+    along = algorithms.messages(awaited, layout, hardware, fastest)
     work = Work(model_flops(config, batch), device_flops(config, layout, batch))
     made = Plan(
         config=config,
@@ -267,6 +269,7 @@ def plan(
         / (takes.forward + takes.backward + takes.weights),
         optimizer=optimizer,
         axes=axes,
+        algorithms=fastest,
         attention_kernel=kernel,
     )
     if not hardware.fresh:
@@ -404,35 +407,6 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
-
-
-def messages(
-    terms: Sequence[Term], layout: Layout, hardware: Hardware
-) -> dict[tuple[str, ...], Number]:
-    """The seconds of all messages by axes, by the alpha-beta formulas, none of them hidden behind
-    arithmetic."""
-    found: dict[tuple[str, ...], Number] = {}
-    links = hardware.hops(layout.axes)
-    for term in terms:
-        if term.n > 1:
-            hop = hardware.link(span(layout, term.axes), max(links[name] for name in term.axes))
-            taken = term.times * cost.seconds(term.cost, hop)
-            found[term.axes] = found.get(term.axes, 0.0) + taken
-    return found
-
-
-def span(layout: Layout, axes: Sequence[str]) -> int:
-    """How far apart the devices of a group along `axes` are numbered, both ends counted; the last
-    axis runs fastest."""
-    sizes = layout.axes
-    strides = dict(
-        zip(
-            reversed(sizes),
-            itertools.accumulate(reversed(sizes.values()), operator.mul, initial=1),
-            strict=False,
-        )
-    )
-    return 1 + sum(strides[name] * (layout.axes[name] - 1) for name in axes)
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:
