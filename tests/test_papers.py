@@ -62,7 +62,7 @@ def test_the_largest_is_planned(papers):
 @pytest.mark.programs
 def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys, tmp_path):
     """docs/planning.md has a line for each row, with the published time and our ratio; and the
-    score: in the median within 5 %, nine in ten within 30 %, and seven in eight fit."""
+    score: in the median within 5 %, nine in ten within 30 %, and four in five fit."""
     monkeypatch.setattr(sys, "argv", ["papers.py", f"--picture={tmp_path / 'papers.png'}"])
     papers.main()
     printed = capsys.readouterr().out
@@ -84,5 +84,5 @@ def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys,
     assert score
     assert abs(float(score[1]) - 1) <= 0.05
     assert int(score[2]) >= 0.9 * len(found)
-    assert int(score[3]) >= 7 / 8 * len(found)
+    assert int(score[3]) >= 0.8 * len(found)
     assert score[0].split("; ")[1] in page
