@@ -1415,14 +1415,14 @@ TOLD = (
     ),
     Mutant(
         "model_flops",
-        "12 * L * D * T)",
-        "6 * L * D * T)",
+        "12 * L * layer.queries * T)",
+        "6 * L * layer.queries * T)",
         "test_plan.py::test_operations_are_those_of_the_papers",
     ),
     Mutant(
         "span",
-        "operator.mul, initial=1",
-        "max, initial=1",
+        "math.prod(sizes[k + 1 :])",
+        "max(sizes[k + 1 :], default=1)",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
     Mutant(
