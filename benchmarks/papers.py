@@ -1,9 +1,9 @@
 """Published runs beside what `plan` says of them: seconds a step, the ratio of the two, and whether
 the plan fits the devices.
 
-    python benchmarks/papers.py [--picture FILE] [--docs]   # two minutes; nothing is compiled or run
+    python benchmarks/papers.py [--picture FILE] [--docs]   # two minutes
 
-Nothing is fitted. Each row is `plan.plan(..., attention_kernel=True)`. See benchmarks/README.md for
+Nothing is compiled, run or fitted. Each row is `plan.plan(..., attention_kernel=True)`. See benchmarks/README.md for
 the columns, and docs/planning.md for what the planner is good for. The runs are in `published.py`.
 """
 

@@ -170,7 +170,7 @@ def rows() -> list[Row]:
             sizes["split_sends"] = True
         else:
             sizes["zero"] = 3
-            # Our ZeRO splits along a dim that divides: 20,480 numbers over a seventh of 2,240 devices.
+            # ZeRO splits along a dim that divides: 20,480 numbers over a seventh of 2,240 devices.
             groups = 7 if width % gpus else 1
             sizes |= {"replica": groups, "data": gpus // groups}
         found.append(

@@ -404,7 +404,7 @@ def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
 
 
 def test_the_collectives_of_lax_have_a_price():
-    """As many bytes as the compiled program's results have, in the time of the fastest algorithm."""
+    """As many bytes as the compiled program's results have, in the fastest algorithm's time."""
     layout, lax = Layout(data=2, tensor=2, zero=1), {"data": "data", "tensor": "tensor"}
     halved = {name: halving(name) for name in lax}
     moved, halved = (

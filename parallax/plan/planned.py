@@ -1,5 +1,5 @@
-"""What the train step of a GPT-2 or a Llama will need and take under a layout, before it runs, on any number of
-devices, none of them at hand.
+"""What the train step of a GPT-2 or a Llama will need and take under a layout, before it runs, on
+any number of devices, none of them at hand.
 
     print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
     print(plan.compared(plan.compare(planned, compiled)))

@@ -16,8 +16,8 @@ class Recomputed(NamedTuple):
         gathers: all-gathers of a layer that the backward pass makes again.
         sums: sums over devices that it makes again.
         matmuls: whether it makes the matmuls with weights again.
-        scores: the share of attention's matmuls that it makes again: the half that makes the scores,
-            where what follows them is kept.
+        scores: the share of attention's matmuls that it makes again; a half where their result is
+            kept, and only the scores are not.
         passes: the share of a layer's results, between matmuls, that it makes again.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
