@@ -3,8 +3,9 @@ the plan fits the devices.
 
     python benchmarks/papers.py [--picture FILE] [--docs]   # two minutes
 
-Nothing is compiled, run or fitted. Each row is `plan.plan(..., attention_kernel=True)`. See benchmarks/README.md for
-the columns, and docs/planning.md for what the planner is good for. The runs are in `published.py`.
+Nothing is compiled, run or fitted. Each row is `plan.plan(..., attention_kernel=True)`. See
+benchmarks/README.md for the columns, and docs/planning.md for what the planner is good for. The
+runs are in `published.py`.
 """
 
 import argparse
