@@ -130,7 +130,10 @@ def main():
 
 def markdown(table: Sequence[dict[str, str]]) -> str:
     """A table for a page."""
-    row = lambda cells: f"| {' | '.join(cells)} |"
+
+    def row(cells):
+        return f"| {' | '.join(cells)} |"
+
     return "\n".join(
         [row(table[0]), row(["---"] * len(table[0])), *(row(line.values()) for line in table)]
     )

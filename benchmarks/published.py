@@ -140,9 +140,10 @@ H100_HBM2E = dataclasses.replace(hardware.H100, memory=96e9, bandwidth=2.4e12)
 
 def rows() -> list[Row]:
     """All published runs."""
-    lines = lambda table: [
-        [float(word) for word in line.split()] for line in table.strip().splitlines()
-    ]
+
+    def lines(table):
+        return [[float(word) for word in line.split()] for line in table.strip().splitlines()]
+
     found = []
     for size, *numbers, teraflops in lines(TABLE_1):
         heads, width, layers, t, p, gpus, batch = map(int, numbers)

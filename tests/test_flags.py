@@ -269,7 +269,7 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 32."),
         (
             "--heads 0 --steps 0",
-            "--heads must be 1 or more; got 0. Take --steps 350 and leave out --heads.",
+            "--heads must be 1 or more; got 0. Take --steps 300 and leave out --heads.",
         ),
         (
             "--learning-rate nan",

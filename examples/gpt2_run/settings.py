@@ -85,7 +85,7 @@ class Settings:
     """What the backward pass computes again: what was gathered, attention, all but
     products, or all of a block or a stage."""
 
-    steps: int = 350
+    steps: int = 300
     """Optimizer steps."""
     compare: int | None = None
     """First steps that one device computes too, to compare the losses. By default 3 for
@@ -104,7 +104,7 @@ class Settings:
     skip_budget: int = 10
     """Steps that may be skipped, since their loss or gradient was not finite, before
     the run stops."""
-    evaluate_every: int = 50
+    evaluate_every: int = 75
     """Steps from one held-out loss to the next; there is one at the end in any case."""
     evaluate_tokens: int = 65536
     """About how many held-out tokens to evaluate on: always the first ones."""

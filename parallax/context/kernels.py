@@ -122,7 +122,7 @@ def _forward(
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
 
 
-def _backward(
+def _backward(  # noqa: PLR0913
     q: Queries,
     k: Keys,
     v: Keys,

@@ -254,7 +254,7 @@ def _unscattered(
     return value, gradients, names
 
 
-def value_and_sums(
+def value_and_sums(  # noqa: PLR0913
     grad: Grad,
     params: PyTree,
     batch: PyTree,

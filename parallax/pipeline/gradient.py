@@ -41,7 +41,7 @@ from parallax.pipeline.save import Save, residuals
 from parallax.schedule import Schedule
 
 
-def value_and_grad(
+def value_and_grad(  # noqa: PLR0913
     embed: Callable[..., Any],
     stage: Callable[..., Any],
     head: Callable[..., Any],

@@ -115,7 +115,7 @@ class Programs:
 
     _stage: Traced
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         functions: Functions,
         schedule: Schedule,

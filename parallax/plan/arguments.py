@@ -119,7 +119,10 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
     )
     state = jax.tree.leaves(jax.eval_shape(optimizer.init, {"w": leaf}))
-    size = lambda leaf: leaf.size * leaf.dtype.itemsize
+
+    def size(leaf):
+        return leaf.size * leaf.dtype.itemsize
+
     like = [leaf for leaf in state if leaf.shape == (count,)]
     return sum(map(size, like)) // count, sum(map(size, state)) - sum(map(size, like))
 

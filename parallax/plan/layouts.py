@@ -27,7 +27,7 @@ CHUNKS = (1, 2, 3, 4)
 GROUPS = (8, 16, 32, 64)  # replicas among which ZeRO splits, where there are more
 
 
-def search(
+def search(  # noqa: PLR0913
     config: Config,
     devices: int,
     hardware: Hardware,

@@ -101,9 +101,13 @@ def results_of_gelu() -> int:
         jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
         jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
     )
-    run = lambda x, weights: jax.lax.scan(
-        lambda x, w: (jax.nn.gelu(x, approximate=True) @ w, None), x, weights
-    )[0]
+
+    def layer(x, w):
+        return jax.nn.gelu(x, approximate=True) @ w, None
+
+    def run(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
     kept = jax.tree.leaves(
         jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights)
     )

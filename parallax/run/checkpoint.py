@@ -105,7 +105,7 @@ class Checkpoints:
         ImportError: Orbax is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         folder: str | Path,
         *,

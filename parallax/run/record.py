@@ -179,7 +179,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Returns the differences of two runs' settings, in words: `width=64 (here 128)`. Empty where
     they agree."""
     absent = object()
-    words = lambda value: "none" if value is absent else repr(value)
+
+    def words(value):
+        return "none" if value is absent else repr(value)
+
     pairs = (
         (name, theirs.get(name, absent), ours.get(name, absent))
         for name in sorted({*theirs, *ours})

@@ -306,7 +306,10 @@ def _cut(
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
         plan.append((Step(eqn, loop, ()), runs_in))
-    outputs = lambda places: set(variables_of([jaxpr.outvars[i] for i in places]))
+
+    def outputs(places):
+        return set(variables_of([jaxpr.outvars[i] for i in places]))
+
     second_steps, needed = _chosen(plan, 1, outputs(second), made)
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
@@ -332,7 +335,10 @@ def _cut_loop(
         for inside, atom in zip(variables, eqn.invars, strict=True)
         if not is_literal(atom) and atom in late
     }
-    carried = lambda results: {variables[loop.consts + i] for i in results if i < loop.carries}
+
+    def carried(results):
+        return {variables[loop.consts + i] for i in results if i < loop.carries}
+
     while True:
         second = results - first
         trip = _cut(
