@@ -146,7 +146,7 @@ class Layout:
         if number or device < 0:
             last = self.devices - 1
             raise ValueError(
-                f"Layout has devices 0 to {last}; got device={device}. Take device={last}."
+                f"Layout has devices 0 to {last}; got device={device}. Use device={last}."
             )
         return {name: places[name] for name in self.axes}
 
@@ -160,7 +160,7 @@ class Layout:
         unknown = [name for name in axis_names if name not in AXES]
         if unknown:
             raise ValueError(
-                f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Take one of those."
+                f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Use one of those."
             )
         fixed = {
             name: place
@@ -294,11 +294,11 @@ class Layout:
         except (ValueError, RecursionError) as error:
             example = Layout().to_json()
             raise ValueError(
-                f"Layout.from_json: {error}. Take the text of to_json, such as {example}"
+                f"Layout.from_json: {error}. Use the text of to_json, such as {example}"
             ) from error
         if not isinstance(values, dict):
             raise ValueError(
-                f"Layout.from_json needs an object; got {values!r}. Take one such as "
+                f"Layout.from_json needs an object; got {values!r}. Use one such as "
                 f"{Layout().to_json()}"
             )
         misread: list[str] = []

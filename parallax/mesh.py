@@ -207,7 +207,7 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
         )
         raise ValueError(
             "mesh.spmd needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; "
-            f"got {named}. Take mesh.make, or axis_types=(AxisType.Auto,) * {len(types)} in "
+            f"got {named}. Use mesh.make, or axis_types=(AxisType.Auto,) * {len(types)} in "
             "jax.make_mesh."
         )
     return mesh if types == mesh.axis_types else mesh.update(axis_types=types)

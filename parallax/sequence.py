@@ -202,5 +202,5 @@ def _check(tokens: int, axis: Axis) -> None:
     if tokens % devices:
         raise ValueError(
             f"sequence: {tokens} tokens must divide by the {devices} devices of {axis.names!r}. "
-            f"Take sequences of {-(-tokens // devices) * devices} tokens, or do not split them."
+            f"Use sequences of {-(-tokens // devices) * devices} tokens, or do not split them."
         )

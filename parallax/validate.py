@@ -154,7 +154,7 @@ def proposal(texts: Sequence[str], note: str = "") -> str:
     in brackets."""
     first, *alternatives = texts
     in_brackets = "".join(f" (or {text})" for text in alternatives)
-    return f"Take {first}{note}{in_brackets}."
+    return f"Use {first}{note}{in_brackets}."
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:

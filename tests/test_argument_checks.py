@@ -66,26 +66,25 @@ CASES = {
     "[TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
     "shards.read('a', "
     "vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
-    "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Take data=2\.",
-    "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Take data=2\.",
-    "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Take data=1\.",
-    "Layout(data=True)": r"Layout needs data to be a whole number; got True\. Take data=1\.",
-    "Layout(data=2, zero=1.0)": r"Layout needs zero to be a whole number; got 1\.0\. Take zero=1\.",
+    "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Use data=2\.",
+    "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Use data=2\.",
+    "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Use data=1\.",
+    "Layout(data=True)": r"Layout needs data to be a whole number; got True\. Use data=1\.",
+    "Layout(data=2, zero=1.0)": r"Layout needs zero to be a whole number; got 1\.0\. Use zero=1\.",
     "Layout(tensor=2, sequence='yes')": (
-        r"Layout needs sequence to be True or False; got 'yes'\. Take sequence=True\."
+        r"Layout needs sequence to be True or False; got 'yes'\. Use sequence=True\."
     ),
     "Layout(remat=['block'])": (
-        r"Layout needs remat to be a word; got \['block'\]\. Take remat='none'\."
+        r"Layout needs remat to be a word; got \['block'\]\. Use remat='none'\."
     ),
     "Layout(data=10**400)": (
         r"Layout needs data of 1048576 or less; got 10{39}\.\.\. \(401 characters\)\. "
-        r"Take data=1\."
+        r"Use data=1\."
     ),
     "Layout().check(FITTING "
     "| {'batch': "
-    "'48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Take batch=1\.",
-    "Layout(data=4).check(FITTING | {'processes': "
-    "3})": r"the run has 3\. Take data=3,processes=3\.",
+    "'48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Use batch=1\.",
+    "Layout(data=4).check(FITTING | {'processes': 3})": r"the run has 3\. Use data=3,processes=3\.",
 }
 NUMPYS = {
     "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), "

@@ -185,7 +185,7 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "divide by the 8 devices that own some each. Take optimizers.whole, or other axes."
+        "divide by the 8 devices that own some each. Use optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)
@@ -204,7 +204,7 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
         "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-        "optimizer makes 'blocks.bias' from 'blocks.weight'. Take optimizers.whole, or join "
+        "optimizer makes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or join "
         "leaves elsewhere: step.make and grads.clipped clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
@@ -215,7 +215,7 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
         lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])}
     )
     assert_refused_by_matrix(
-        "this optimizer makes 'head' from 'scale'. Take optimizers.whole", scales, layers={}
+        "this optimizer makes 'head' from 'scale'. Use optimizers.whole", scales, layers={}
     )
 
 
@@ -223,7 +223,7 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
 def test_by_matrix_refuses_what_draws_noise(noise):
     assert_refused_by_matrix(
         "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones "
-        "in every layer. Take optimizers.whole, which draws them for whole leaves, as one device "
+        "in every layer. Use optimizers.whole, which draws them for whole leaves, as one device "
         "does.",
         WRAPPED[noise],
     )

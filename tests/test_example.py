@@ -354,30 +354,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 
 
 MISTAKES = {
-    "--tensor=3": "(--heads 4) must divide by --tensor 3. Take --data 4 --stage "
+    "--tensor=3": "(--heads 4) must divide by --tensor 3. Use --data 4 --stage "
     "1 --tensor 2, which divides it.",
     "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. "
-    "Take --batch 16 (or --batch 8).",
+    "Use --batch 16 (or --batch 8).",
     "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. "
-    "Take --layers 4 (or --layers 2).",
+    "Use --layers 4 (or --layers 2).",
     "--schedule=pipedream": "--schedule must be one_f_one_b_lockstep, "
     "gpipe, zero_bubble_lockstep, one_f_one_b",
     "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. "
-    "Take --layers 6 (or --chunks 1).",
-    "--width=130": "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132).",
+    "Use --layers 6 (or --chunks 1).",
+    "--width=130": "--width 130 must divide by --heads 4. Use --heads 2 (or --width 132).",
     "--text=nowhere.txt": "nowhere.txt: needed a text file, found no file",
     "--text=short.txt": "short.txt has 27 tokens to train on and 3 held out; needed 65 and 1,025",
     "--out=short.txt": "needed a folder for the results, found a file",
     "--prompt=": "--prompt must have a character or more",
-    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Take --data 8 "
+    "--zero=1 --data=1": "--zero 1 splits state over replicas; got --data 1. Use --data 8 "
     "--stage 1 --tensor 1 --zero 0",
     "--steps=0": "--steps must be 1 or more; got 0",
     "--checkpoint-every=1": "--checkpoint-every must be 2 or more; got 1",
     "--learning-rate=nan": "--learning-rate must be from 1e-30 to 1e+30; got "
-    "nan. Take --learning-rate 0.003.",
+    "nan. Use --learning-rate 0.003.",
     "--watchdog=0": "--watchdog must be 0.001 or more; got 0.0",
     "--keep-every=0": "--keep-every must be 1 or more; got 0",
-    "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. Take --skip-budget 10.",
+    "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. Use --skip-budget 10.",
     "--chunks=0": "--chunks must be 1 or more; got 0",
     "--out=short.txt/run": "needed a folder to write to; Not a directory. Choose another one.",
     "--out=/proc/nothing/run": "needed a folder to write to; it cannot "
@@ -485,7 +485,7 @@ def test_what_the_example_leaves_loads_in_transformers(tmp_path):
     [
         (["--layers=2"], "has its own sizes; got --layers too. Leave --layers out."),
         (["--model=small"], "has its own sizes; got --model too. Leave --model out."),
-        (["--length=25"], "has a context of 24 tokens; got --length 25. Take --length 24"),
+        (["--length=25"], "has a context of 24 tokens; got --length 25. Use --length 24"),
         (
             ["--tokenizer=gpt2"],
             "has a vocabulary of 256 tokens, and --tokenizer gpt2 has 50257. Choose another "

@@ -55,7 +55,7 @@ def test_every_number_has_a_range(example):
 def typed_in(settings, message, usual):
     """The settings of each command line that a message proposes: the one that was refused, with
     these flags typed after it."""
-    tail = message.rpartition("Take ")[2] if "Take " in message else ""
+    tail = message.rpartition("Use ")[2] if "Use " in message else ""
     alternatives = re.findall(r" \(or ([^)]*)\)", tail)
     first = re.sub(r" \(or .*|, the nearest.*|, which .*|, or a longer.*|\.$", "", tail)
     given, _, left_out = first.partition(" and leave out ")
@@ -239,45 +239,45 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     [
         (
             "--tensor 3",
-            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Take --data 4 "
+            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Use --data 4 "
             "--stage 1 --tensor 2, which "
             "divides it.",
         ),
         (
             "--data 3",
             "Layout: the batch's sequences (--batch 16) must divide by --data 3 x "
-            "--microbatches 4. Take --data 8 --stage 1 "
+            "--microbatches 4. Use --data 8 --stage 1 "
             "--tensor 1 --batch 32.",
         ),
         (
             "--data 2",
             "Layout: --data 2 x --stage 1 x --tensor 1 multiply to 2, and there are 8 "
-            "devices. Take --data 8 --stage 1 "
+            "devices. Use --data 8 --stage 1 "
             "--tensor 1 --batch 32 (or --devices 2).",
         ),
-        ("--width 130", "--width 130 must divide by --heads 4. Take --heads 2 (or --width 132)."),
+        ("--width 130", "--width 130 must divide by --heads 4. Use --heads 2 (or --width 132)."),
         (
             "--schedule pipedram",
             "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, "
             "one_f_one_b, zero_bubble, interleaved or a "
-            "file that ends in .csv; got pipedram. Take --schedule gpipe.",
+            "file that ends in .csv; got pipedram. Use --schedule gpipe.",
         ),
         (
             "--zero 1 --data 1 --devices 1",
-            "Layout: --zero 1 splits state over replicas; got --data 1. Take --zero 0.",
+            "Layout: --zero 1 splits state over replicas; got --data 1. Use --zero 0.",
         ),
-        ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Take --batch 32."),
+        ("--batch 0 --data 8", "--batch must be 1 or more; got 0. Use --batch 32."),
         (
             "--heads 0 --steps 0",
-            "--heads must be 1 or more; got 0. Take --steps 300 and leave out --heads.",
+            "--heads must be 1 or more; got 0. Use --steps 300 and leave out --heads.",
         ),
         (
             "--learning-rate nan",
-            "--learning-rate must be from 1e-30 to 1e+30; got nan. Take --learning-rate 0.003.",
+            "--learning-rate must be from 1e-30 to 1e+30; got nan. Use --learning-rate 0.003.",
         ),
         (
             "--profile 7",
-            "--profile must be FIRST:LAST, two steps such as 10:12; got 7. Take --profile 10:12.",
+            "--profile must be FIRST:LAST, two steps such as 10:12; got 7. Use --profile 10:12.",
         ),
         (
             "--from . --layers 3",
@@ -286,13 +286,13 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
         (
             "--fingerprint-every 5 --devices 1",
             "--fingerprint-every 5 compares devices with each other, and there is one. "
-            "Take --fingerprint-every 0 (or --devices 8).",
+            "Use --fingerprint-every 0 (or --devices 8).",
         ),
         (
             "--length 1000",
             "text.txt has 21,240 tokens to train on and 2,360 held out; needed 1,001 and "
             "16,001, for --batch 16 --length 1000. "
-            "Take --length 125, or a longer text.",
+            "Use --length 125, or a longer text.",
         ),
     ],
 )

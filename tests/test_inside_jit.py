@@ -304,7 +304,7 @@ def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
 def test_a_mesh_of_mixed_axes_is_refused_and_the_cures_work(inside):
     said = (
         "needs a mesh whose axes are all Auto, as mesh.make's are, or all Explicit; got 'data' "
-        "Auto, 'tensor' Explicit. Take "
+        "Auto, 'tensor' Explicit. Use "
     )
     mixed = MESHES["mixed"]()
     with (

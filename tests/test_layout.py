@@ -59,7 +59,7 @@ def test_a_model_that_says_nothing_of_experts_has_none_to_split():
     Layout().check(sizes)
     with pytest.raises(
         ValueError,
-        match=r"the model's experts \(experts=1\) must divide by expert=2\. Take expert=1, which",
+        match=r"the model's experts \(experts=1\) must divide by expert=2\. Use expert=1, which",
     ):
         Layout(expert=2).check(sizes)
 
@@ -107,98 +107,98 @@ def test_the_schedule_is_a_table():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": 0}, "Layout needs data of 1 or more; got 0. Take data=1."),
-        ({"stage": -1}, "Layout needs stage of 1 or more; got -1. Take stage=1."),
-        ({"processes": 0}, "Layout needs processes of 1 or more; got 0. Take processes=1."),
-        ({"data": 2, "zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4. Take zero=3."),
+        ({"data": 0}, "Layout needs data of 1 or more; got 0. Use data=1."),
+        ({"stage": -1}, "Layout needs stage of 1 or more; got -1. Use stage=1."),
+        ({"processes": 0}, "Layout needs processes of 1 or more; got 0. Use processes=1."),
+        ({"data": 2, "zero": 4}, "Layout needs zero to be one of 0, 1, 2, 3; got 4. Use zero=3."),
         (
             {"precision": "bf16"},
-            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Take "
+            "Layout needs precision to be one of full, bfloat16, float16; got 'bf16'. Use "
             "precision='bfloat16'.",
         ),
         (
             {"remat": "blocks"},
             "Layout needs remat to be one of none, gathers, attention, products, block, stage; "
-            "got 'blocks'. Take remat='block'.",
+            "got 'blocks'. Use remat='block'.",
         ),
         (
             {"schedule": "1f1b"},
             "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, "
-            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '1f1b'. Take "
+            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '1f1b'. Use "
             "schedule='one_f_one_b_lockstep'.",
         ),
         (
             {"zero": 2},
-            "Layout: zero=2 splits state over replicas; got data=1. Take zero=0 (or data=2).",
+            "Layout: zero=2 splits state over replicas; got data=1. Use zero=0 (or data=2).",
         ),
         (
             {"sequence": True},
-            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Take "
+            "Layout: sequence=True splits tokens over the tensor axis; got tensor=1. Use "
             "sequence=False (or tensor=2).",
         ),
         (
             {"tensor": 2, "split_sends": True},
             "Layout: split_sends=True shares what goes from stage to stage among the tensor "
-            "axis; got stage=1. Take split_sends=False (or stage=2).",
+            "axis; got stage=1. Use split_sends=False (or stage=2).",
         ),
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
             "Layout: split_sends=True has nothing to split where sequence=True has split it by "
-            "tokens. Take split_sends=False.",
+            "tokens. Use split_sends=False.",
         ),
         (
             {"replica": 2, "data": 2},
             "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits "
-            "nothing. Take replica=1 (or zero=1).",
+            "nothing. Use replica=1 (or zero=1).",
         ),
         (
             {"remat": "stage"},
-            "Layout: remat='stage' is for pipelines; got stage=1. Take remat='block' (or stage=2).",
+            "Layout: remat='stage' is for pipelines; got stage=1. Use remat='block' (or stage=2).",
         ),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
             "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither "
-            "is on. Take remat='none'.",
+            "is on. Use remat='none'.",
         ),
         (
             {"chunks": 2},
-            "Layout: chunks=2 interleave the layers of several stages; got stage=1. Take chunks=1.",
+            "Layout: chunks=2 interleave the layers of several stages; got stage=1. Use chunks=1.",
         ),
         (
             {"schedule": "gpipe"},
-            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Take "
+            "Layout: schedule='gpipe' orders the jobs of several stages; got stage=1. Use "
             "schedule='one_f_one_b_lockstep' (or stage=2).",
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
-            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Take "
+            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Use "
             "schedule='one_f_one_b_lockstep'.",
         ),
         (
             {"data": 6, "processes": 4},
             "Layout: each process must have as many devices as the others; got processes=4 for 6 "
-            "devices. Take processes=3.",
+            "devices. Use processes=3.",
         ),
         (
             {"stage": 4, "microbatches": 6, "chunks": 2},
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got "
-            "microbatches=6 and stage=4. Take microbatches=8 (or microbatches=4).",
+            "microbatches=6 and stage=4. Use microbatches=8 (or microbatches=4).",
         ),
         (
             {"stage": 4, "microbatches": 3, "chunks": 2},
             "Layout: with chunks=2 the microbatches must be a multiple of the stages; got "
-            "microbatches=3 and stage=4. Take microbatches=4.",
+            "microbatches=3 and stage=4. Use microbatches=4.",
         ),
         (
             {"schedule": "{x}"},
             "Layout needs schedule to be one of one_f_one_b_lockstep, gpipe, "
-            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '{x}'. Take "
+            "zero_bubble_lockstep, one_f_one_b, zero_bubble; got '{x}'. Use "
             "schedule='one_f_one_b_lockstep'.",
         ),
-        ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Take data=1."),
+        ({"data": 2**20 + 1}, "Layout needs data of 1048576 or less; got 1048577. Use data=1."),
         (
             {"data": 0, "zero": 2},
-            "Layout needs data of 1 or more; got 0. Take data=1,zero=0.",
+            "Layout needs data of 1 or more; got 0. Use data=1,zero=0.",
         ),
     ],
 )
@@ -213,72 +213,72 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(tensor=5),
             {},
-            "Layout: the model's heads (heads=12) must divide by tensor=5. Take tensor=4, which "
+            "Layout: the model's heads (heads=12) must divide by tensor=5. Use tensor=4, which "
             "divides it.",
         ),
         (
             Layout(tensor=4),
             {"hidden": 42},
-            "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Take "
+            "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Use "
             "tensor=3, which divides it.",
         ),
         (
             Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Take "
+            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Use "
             "layers=16 (or layers=8).",
         ),
         (
             Layout(stage=4, tensor=3),
             {"rows": 50},
             "Layout: the vocabulary's padded rows (rows=50) must divide by stage=4 x tensor=3. "
-            "Take rows=60, the vocabulary padded to a multiple of 12 (or stage=1,tensor=2).",
+            "Use rows=60, the vocabulary padded to a multiple of 12 (or stage=1,tensor=2).",
         ),
         (
             Layout(data=4, microbatches=16),
             {},
             "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. "
-            "Take batch=64.",
+            "Use batch=64.",
         ),
         (
             Layout(replica=2, data=2, zero=2, microbatches=16),
             {},
             "Layout: the batch's sequences (batch=48) must divide by replica=2 x data=2 x "
-            "microbatches=16. Take batch=64.",
+            "microbatches=16. Use batch=64.",
         ),
         (
             Layout(tensor=4, sequence=True),
             {"tokens": 50},
             "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by "
-            "tensor=4. Take tokens=52 (or tokens=48).",
+            "tensor=4. Use tokens=52 (or tokens=48).",
         ),
         (
             Layout(tensor=5, sequence=True),
             {"heads": 7},
-            "Layout: the model's heads (heads=7) must divide by tensor=5. Take "
+            "Layout: the model's heads (heads=7) must divide by tensor=5. Use "
             "tensor=1,sequence=False, which divides it.",
         ),
         (
             Layout(data=4),
             {"devices": 6},
-            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Take "
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Use "
             "data=6.",
         ),
         (
             Layout(data=4),
             {"devices": 10},
-            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. Take "
+            "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 10 devices. Use "
             "data=10,batch=50.",
         ),
         (
             Layout(data=4),
             {"processes": 2},
-            "Layout: it is for processes=1, and the run has 2. Take processes=2.",
+            "Layout: it is for processes=1, and the run has 2. Use processes=2.",
         ),
         (
             Layout(data=4),
             {"processes": 3},
-            "Layout: it is for processes=1, and the run has 3. Take data=3,processes=3.",
+            "Layout: it is for processes=1, and the run has 3. Use data=3,processes=3.",
         ),
         (
             Layout(),
@@ -291,7 +291,7 @@ def test_a_layout_that_cannot_be(arguments, message):
                 "batch": 7,
                 "tokens": 1,
             },
-            "Layout: it is for processes=1, and the run has 3. Take data=3,processes=3,batch=9.",
+            "Layout: it is for processes=1, and the run has 3. Use data=3,processes=3,batch=9.",
         ),
         (
             Layout(data=4),
@@ -302,48 +302,48 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=2),
             {"batch": -4, "devices": 2},
-            "Layout: batch=-4 is no whole number from 1 to 2147483647. Take batch=2.",
+            "Layout: batch=-4 is no whole number from 1 to 2147483647. Use batch=2.",
         ),
         (
             Layout(expert=8),
             {},
-            "Layout: the model's experts (experts=12) must divide by expert=8. Take expert=6, "
+            "Layout: the model's experts (experts=12) must divide by expert=8. Use expert=6, "
             "which divides it.",
         ),
         (
             Layout(data=2, expert=2, microbatches=16),
             {},
             "Layout: the batch's sequences (batch=48) must divide by data=2 x expert=2 x "
-            "microbatches=16. Take batch=64.",
+            "microbatches=16. Use batch=64.",
         ),
         (
             Layout(context=4),
             {"tokens": 1020},
-            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Take "
+            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Use "
             "tokens=1024 (or tokens=1016).",
         ),
         (
             Layout(context=2, tensor=3, sequence=True),
             {"tokens": 40},
             "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. "
-            "Take tokens=48 (or tokens=36).",
+            "Use tokens=48 (or tokens=36).",
         ),
         (
             Layout(context=3, data=2),
             {"devices": 12},
             "Layout: data=2 x stage=1 x context=3 x tensor=1 multiply to 6, and there are 12 "
-            "devices. Take data=4.",
+            "devices. Use data=4.",
         ),
         (
             Layout(stage=4, tensor=3, microbatches=4),
             {"devices": 6},
-            "Layout: data=1 x stage=4 x tensor=3 multiply to 12, and there are 6 devices. Take "
+            "Layout: data=1 x stage=4 x tensor=3 multiply to 12, and there are 6 devices. Use "
             "stage=2.",
         ),
         (
             Layout(),
             {"heads": 0},
-            "Layout: heads=0 is no whole number from 1 to 2147483647. Take heads=1.",
+            "Layout: heads=0 is no whole number from 1 to 2147483647. Use heads=1.",
         ),
     ],
 )
@@ -391,7 +391,7 @@ def wrong(fields, sizes) -> bool:
 
 def proposals(message):
     """The changes that a message proposes."""
-    for change in re.findall(r"\w+=['\w]+(?:,\w+=['\w]+)*", message.rpartition(" Take ")[2]):
+    for change in re.findall(r"\w+=['\w]+(?:,\w+=['\w]+)*", message.rpartition(" Use ")[2]):
         yield {
             name: ast.literal_eval(text)
             for name, _, text in (part.partition("=") for part in change.split(","))
@@ -505,26 +505,26 @@ def test_text_is_short():
     [
         (
             "data",
-            "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Take data=1.",
+            "Layout.parse needs parts like data=2, set apart by commas; got 'data'. Use data=1.",
         ),
         (
             "tensor=2,sequence",
-            "Layout.parse needs parts like .*; got 'sequence'. Take tensor=2,sequence=True.",
+            "Layout.parse needs parts like .*; got 'sequence'. Use tensor=2,sequence=True.",
         ),
         (
             "dta=2,zero=1",
-            "Layout has the fields replica, data, expert, .*; got 'dta'. Take data=2,zero=1.",
+            "Layout has the fields replica, data, expert, .*; got 'dta'. Use data=2,zero=1.",
         ),
-        ("{x}=2", "Layout has the fields replica, data, expert, .*; got '{x}'. Take "),
-        ("data=two", "Layout needs data to be a whole number; got 'two'. Take data=1."),
-        ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Take data=4."),
+        ("{x}=2", "Layout has the fields replica, data, expert, .*; got '{x}'. Use "),
+        ("data=two", "Layout needs data to be a whole number; got 'two'. Use data=1."),
+        ("data=2,data=4", "Layout.parse: data is given twice, as 2 and 4. Use data=4."),
         (
             "sequence=yes",
-            "Layout needs sequence to be True or False; got 'yes'. Take sequence=False.",
+            "Layout needs sequence to be True or False; got 'yes'. Use sequence=False.",
         ),
         (
             "tensor=2,zero=1",
-            r"Layout: zero=1 splits state over replicas; got data=1. Take tensor=2,zero=0 \(or "
+            r"Layout: zero=1 splits state over replicas; got data=1. Use tensor=2,zero=0 \(or "
             r"tensor=2,zero=1,data=2\).",
         ),
     ],
@@ -537,16 +537,16 @@ def test_text_that_is_wrong(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "Layout.from_json: .* Take the text of to_json, such as {"),
-        ("[1]", r"Layout.from_json needs an object; got \[1\]. Take one such as {"),
-        ('{"data": 2.5}', 'Layout needs data to be a whole number; got 2.5. Take {"data": 1}.'),
-        ('{"data": true}', 'Layout needs data to be a whole number; got True. Take {"data": 1}.'),
-        ('{"remat": 1}', 'Layout needs remat to be a word; got 1. Take {"remat": "none"}.'),
+        ("{", "Layout.from_json: .* Use the text of to_json, such as {"),
+        ("[1]", r"Layout.from_json needs an object; got \[1\]. Use one such as {"),
+        ('{"data": 2.5}', 'Layout needs data to be a whole number; got 2.5. Use {"data": 1}.'),
+        ('{"data": true}', 'Layout needs data to be a whole number; got True. Use {"data": 1}.'),
+        ('{"remat": 1}', 'Layout needs remat to be a word; got 1. Use {"remat": "none"}.'),
         (
             '{"dta": 2, "zero": 1}',
-            'Layout has the fields replica, data, .*; got \'dta\'. Take {"data": 2, "zero": 1}.',
+            'Layout has the fields replica, data, .*; got \'dta\'. Use {"data": 2, "zero": 1}.',
         ),
-        ("[" * 100_000, "Layout.from_json: .* Take the text of to_json, such as {"),
+        ("[" * 100_000, "Layout.from_json: .* Use the text of to_json, such as {"),
     ],
 )
 def test_json_that_is_wrong(text, message):
@@ -566,11 +566,9 @@ def test_what_a_text_or_json_is_refused_with_is_one_that_works(fields, data):
         (Layout.from_json, json.dumps(written), r"{.*?}"),
     ):
         message = refused_text(read, text)
-        for each in re.findall(
-            rf"(?:^|or )({proposal})(?=,? |\.$)", message.partition(" Take ")[2]
-        ):
+        for each in re.findall(rf"(?:^|or )({proposal})(?=,? |\.$)", message.partition(" Use ")[2]):
             assert refused_text(read, each.strip("'")) == "", message
-        assert ("Take" in message) == bool(message)
+        assert ("Use" in message) == bool(message)
 
 
 def refused_text(read, text) -> str:

@@ -71,33 +71,33 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model medium --layout tensor=3",
-            "must divide by tensor=3. Take --layout tensor=2, which divides it.",
+            "must divide by tensor=3. Use --layout tensor=2, which divides it.",
         ),
         (
             "plan --model xl --layout tensr=8",
-            "got 'tensr'. Take --layout tensor=1.",
+            "got 'tensr'. Use --layout tensor=1.",
         ),
         (
             "plan --model xl --layout data=8 --devices 16",
-            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Take --layout "
+            "data=8 x stage=1 x tensor=1 multiply to 8, and there are 16 devices. Use --layout "
             "data=16 (or --layout data=8 --devices 8).",
         ),
         (
             "plan --model xl --layout tensor=5",
-            "rows (rows=50304) must divide by stage=1 x tensor=5. Take --layout tensor=1.",
+            "rows (rows=50304) must divide by stage=1 x tensor=5. Use --layout tensor=1.",
         ),
         (
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",
-            "got 'blocks'. Take --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch "
+            "got 'blocks'. Use --layout stage=2,schedule=one_f_one_b,remat=block,data=3 --batch "
             "18.",
         ),
         (
             "plan --layout data=2 --batch 0",
-            "--batch 0 is no whole number from 1 to 2147483647. Take --layout data=2 --batch 2.",
+            "--batch 0 is no whole number from 1 to 2147483647. Use --layout data=2 --batch 2.",
         ),
         (
             "plan --layout data=2 --devices -3",
-            "--devices -3 is no whole number from 1 to 2147483647. Take --layout data=2 ",
+            "--devices -3 is no whole number from 1 to 2147483647. Use --layout data=2 ",
         ),
         ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
         (
@@ -106,7 +106,7 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --devices 8 --precision bf16",
-            "one of full, bfloat16, float16; got 'bf16'. Take --precision bfloat16.",
+            "one of full, bfloat16, float16; got 'bf16'. Use --precision bfloat16.",
         ),
         ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
         (
@@ -191,7 +191,7 @@ def test_what_is_proposed_for_a_wrong_layout_works(part):
 def proposals(message):
     """What a refusal says to take: the first, up to its reason, and what else there is, in
     brackets."""
-    first, *others = re.split(r" \(or ", message.rpartition(" Take ")[2].removesuffix("."))
+    first, *others = re.split(r" \(or ", message.rpartition(" Use ")[2].removesuffix("."))
     return [
         first.split(", the nearest")[0].split(", which ")[0],
         *(other.removesuffix(")") for other in others),

@@ -513,7 +513,7 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
 def test_a_layout_that_does_not_fit_the_model_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"heads \(heads=16\) must divide by tensor=3. Take tensor=2, which divides it",
+        match=r"heads \(heads=16\) must divide by tensor=3. Use tensor=2, which divides it",
     ):
         plan.plan(gpt2.MEDIUM, Layout(tensor=3), hardware.A100, batch=8)
 
@@ -557,7 +557,7 @@ def test_what_cannot_be_found_is_told():
     with pytest.raises(ValueError, match="there is none"):
         layouts.search(gpt2.SMALL, 7, hardware.A100, batch=8)
     with pytest.raises(
-        ValueError, match=r"needs precision to be one of full, bfloat16, float16; got 'bf16'\. Take"
+        ValueError, match=r"needs precision to be one of full, bfloat16, float16; got 'bf16'\. Use"
     ):
         layouts.search(gpt2.SMALL, 8, hardware.A100, batch=8, precision="bf16")
     with pytest.raises(

@@ -295,7 +295,7 @@ def _too_short(settings: Settings, world: World) -> str | None:
     ]
     for change in shorter + smaller:
         if (works_too := mended(settings, change, world)) is not None:
-            return f"{needed} Take {spelt(works_too)}, or a longer text."
+            return f"{needed} Use {spelt(works_too)}, or a longer text."
     return f"{needed} Bring a longer text."
 
 

@@ -293,9 +293,9 @@ def _cure(change: Mapping[str, Any]) -> str:
     given = spelt({name: value for name, value in change.items() if value is not None})
     left_out = " ".join(flag(name) for name, value in change.items() if value is None)
     if not left_out:
-        return f"Take {given}."
+        return f"Use {given}."
     return (
-        f"Take {given} and leave out {left_out}." if given else f"Leave out {left_out}."
+        f"Use {given} and leave out {left_out}." if given else f"Leave out {left_out}."
     )
 
 

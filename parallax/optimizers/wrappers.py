@@ -315,7 +315,7 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
             f"{layers} of {shape}), which must divide by the {owners} devices that own some each. "
-            "Take optimizers.whole, or other axes."
+            "Use optimizers.whole, or other axes."
         )
 
 
@@ -330,7 +330,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     ):
         raise ValueError(
             "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
-            "ones in every layer. Take optimizers.whole, which draws them for whole leaves, as "
+            "ones in every layer. Use optimizers.whole, which draws them for whole leaves, as "
             "one device does."
         )
     # Gradient and parameter of a leaf count as one source, and so does its state.
@@ -346,6 +346,6 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
                 "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-                f"optimizer makes {what} from {names}. Take optimizers.whole, or join leaves "
+                f"optimizer makes {what} from {names}. Use optimizers.whole, or join leaves "
                 "elsewhere: step.make and grads.clipped clip by the norm."
             )

@@ -326,7 +326,7 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
         raise ValueError(
             f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which "
             "its schedule is there to shorten, and what then waits for the weights' gradients is "
-            "not counted. Take remat=none without ZeRO-3, or another schedule."
+            "not counted. Use remat=none without ZeRO-3, or another schedule."
         )
 
 

@@ -162,7 +162,7 @@ def compared(
         raise ValueError(
             f"fingerprint.compared needs arrays, and a PartitionSpec for each; got "
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
-            "Take the specs of rules.specs or step.init."
+            "Use the specs of rules.specs or step.init."
         )
     # As varying values: the type says that replicas are equal, and that is the question.
     local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
