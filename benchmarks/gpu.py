@@ -161,7 +161,7 @@ def serve(step: Callable[[int], float], extra: Callable[[], dict[str, float]], s
 
 
 def ours(task: Task, smoke: bool):
-    """Our arrows: parameters and AdamW in float32, the model in bfloat16, cuDNN's attention."""
+    """Our gradient: parameters and AdamW in float32, the model in bfloat16, cuDNN's attention."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the rival has memory on the same GPU
     if smoke:
         measure.virtual_devices(1)

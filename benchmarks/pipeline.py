@@ -46,7 +46,7 @@ class Ideal(NamedTuple):
 
 
 class Rival:
-    """A compiled grad arrow with its arguments, what theory says of it, and its last result."""
+    """A compiled gradient function with its arguments, its theory, and its last result."""
 
     def __init__(self, program: Callable, arguments: tuple, ideal: Ideal):
         self.compiled = program.lower(*arguments).compile()

@@ -247,7 +247,7 @@ def split_of(model: Model, settings: Layout) -> Mapping[str, P]:
 
 
 def grad_of(model: Model, settings: Layout, specs: Any) -> tuple[Any, Any]:
-    """The grad arrow and the optimizer of a layout, put together as a user would."""
+    """The gradient function and the optimizer of a layout, composed as a user would."""
     axis, data = ring("tensor") if settings.tensor > 1 else (), ring("data")
 
     def whole(model_, batch):

@@ -22,7 +22,7 @@ from parallax.compiled import (
     links,
     report,
     seconds,
-    sources,
+    source_lines,
     targets,
     timeline,
 )
@@ -471,8 +471,8 @@ def test_a_step_that_does_not_fit_says_what_it_needs(said):
 
 
 def test_sources_are_found_in_both_notations():
-    assert sources.read("")('metadata={source_file="/a/b.py" source_line=7}') == "/a/b.py:7"
-    assert sources.read("")("") == ""
+    assert source_lines.read("")('metadata={source_file="/a/b.py" source_line=7}') == "/a/b.py:7"
+    assert source_lines.read("")("") == ""
 
 
 @pytest.mark.targets

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from parallax.compiled import hlo, seconds, sources
+from parallax.compiled import hlo, seconds, source_lines
 from parallax.hardware import Hardware
 
 
@@ -46,7 +46,7 @@ def instructions(
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
-    program, line_of = hlo.module(text), sources.read(text)
+    program, line_of = hlo.module(text), source_lines.read(text)
     costs, expensive = seconds.Costs(program, chip, cores), []
 
     def add_computation(name: str, times: int | Fraction) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.compiled import slices, trips
+from parallax.compiled import loop_counts, slices
 from parallax.jaxprs import COUNTED
 
 KINDS = (
@@ -207,7 +207,7 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
-    return Module(slices.joined(trips.counted(computations, roots), text), entry)
+    return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
 
 
 def _instruction(name: str, definition: str) -> Instruction:

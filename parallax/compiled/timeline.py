@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import jax
 
-from parallax.compiled import hlo, links, seconds, sources
+from parallax.compiled import hlo, links, seconds, source_lines
 from parallax.compiled.certificate import along
 
 SPEEDS = (0.5, 1.0, 2.0)  # the factors on the links' speed in `Timeline.at_speed`
@@ -97,7 +97,7 @@ def of(
         )
     check_backend(text, machine.hardware.platform)
     program = hlo.module(text)
-    replay = _Replay(program, machine, axes, sources.read(text))
+    replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
     waits: Counter[str] = Counter()
     total = replay.run(1.0, events=events, waits=waits)

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from parallax.models.files.texts import short
+from parallax.models.files.json_file import short
 
 LARGEST = 2**31 - 1  # the largest int32
 LARGEST_MULTIPLE = 2**20

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallax.models.files.texts import read_json, short
+from parallax.models.files.json_file import read_json, short
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from jax.core import Tracer
 
 from parallax import mesh
 from parallax.models.files import tensors
+from parallax.models.files.atomic_replace import replacing
 from parallax.models.files.fields import Fields
+from parallax.models.files.locate import CONFIG, locate
 from parallax.models.files.origin import GENERATION, TOKENIZER, Origin
-from parallax.models.files.place import CONFIG, place
-from parallax.models.files.swap import replacing
 from parallax.models.files.tensors import FLOATS, MEANT, WEIGHTS, WROTE, Leaf
 
 TYPES = [jnp.dtype(float_type) for float_type in FLOATS.values()]
@@ -84,7 +84,7 @@ def load(
     """
     dtype = _check_dtype(format_, dtype)
     options = dict(options or {})
-    folder, file = place(path, f"{format_.name}.load")
+    folder, file = locate(path, f"{format_.name}.load")
     config_file = folder / CONFIG
     numbers, differing = format_.fields.read(config_file)
     origin = Origin.of(folder, differing)

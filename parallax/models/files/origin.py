@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.models.files.texts import read_json
+from parallax.models.files.json_file import read_json
 
 GENERATION = "generation_config.json"
 TOKENIZER = (

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallax.models.files.texts import read_json, short
+from parallax.models.files.json_file import read_json, short
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallax.models.files import Fields, Format, Leaf, Number, Part
-from parallax.models.files.texts import short
+from parallax.models.files.json_file import short
 from parallax.models.llama.model import Llama
 from parallax.models.llama.sizes import Config, Scaling
 

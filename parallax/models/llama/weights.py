@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from parallax.models import files
-from parallax.models.files.place import CONFIG, place
-from parallax.models.files.texts import read_json, short
+from parallax.models.files.json_file import read_json, short
+from parallax.models.files.locate import CONFIG, locate
 from parallax.models.llama.configuration import FORMATS, MAKES
 from parallax.models.llama.model import Llama
 from parallax.models.llama.sizes import Config
@@ -40,7 +40,7 @@ def load(
         ValueError: likewise, or another kind of model.
     """
     Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
-    folder, file = place(path, "llama.load")
+    folder, file = locate(path, "llama.load")
     kind = read_json(folder / CONFIG).get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(

@@ -4,15 +4,15 @@ import os
 import re
 from pathlib import Path
 
+from parallax.models.files.atomic_replace import STAGE
 from parallax.models.files.origin import GENERATION, TOKENIZER
-from parallax.models.files.swap import STAGE
 from parallax.models.files.tensors import INDEX, MERGE
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WANTED = [CONFIG, GENERATION, ADAPTER, INDEX, "model*.safetensors", *TOKENIZER]
 
 
-def place(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
+def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
     """Returns the folder of the model, and the one file of its weights, where `path` names that.
 
     Args:
