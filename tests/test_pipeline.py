@@ -42,6 +42,7 @@ from parallax.schedule import (
     Schedule,
     from_csv,
     gpipe,
+    looped_placement,
     one_f_one_b,
     one_f_one_b_lockstep,
     zero_bubble,
@@ -224,7 +225,8 @@ def by_hand(draw, stages, microbatches, chunks):
     tables = [
         [[cells.get((tick, s), -1) for s in range(stages)] for tick in busy] for cells in lanes
     ]
-    return functools.partial(Schedule, *np.array(tables), chunks=chunks)
+    placement = looped_placement(stages, chunks)
+    return functools.partial(Schedule, *np.array(tables), placement=placement)
 
 
 @st.composite
