@@ -181,13 +181,14 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
     """
     begin = 0
     while begin < len(stretches):
-        repeats, period = 1, 1
-        for length in range(1, (len(stretches) - begin) // 2 + 1):
-            times = _repeats(stretches, begin, length)
-            if times > 1 and times * length > (repeats * period if repeats > 1 else 0):
-                repeats, period = times, length
-        yield repeats, stretches[begin : begin + period]
-        begin += repeats * period
+        periods = range(1, (len(stretches) - begin) // 2 + 1)
+        repeats = {period: _repeats(stretches, begin, period) for period in periods}
+        # The pattern that covers most, the shortest of these; alone, a stretch is its own pattern.
+        covered = {period: times * period for period, times in repeats.items() if times > 1}
+        period = max(covered, key=covered.__getitem__, default=1)
+        stop = begin + covered.get(period, 1)
+        yield (stop - begin) // period, stretches[begin : begin + period]
+        begin = stop
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:

@@ -52,11 +52,9 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 def run(jobs: Jobs) -> Sums:
     """The sums of loss and gradients, or only of the loss, after all ticks."""
     table, schedule = rows(jobs.schedule), jobs.schedule
-    before: dict[str, Part] = {"embed": embed, "forward": forward}
-    after: dict[str, Part] = {"head": head}
+    parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
-        before |= {"backward": backward, "weight": Jobs.weight}
-        after["embed_backward"] = embed_backward
+        parts |= {"backward": backward, "weight": Jobs.weight}
     else:
         table = forward_alone(table)
     nothing_sent = jobs.send.part(jobs.x)
@@ -64,16 +62,19 @@ def run(jobs: Jobs) -> Sums:
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
-    for name in [name for name in before if name in DESCRIPTIONS]:
-        before[name] = _alone(name, before[name], jobs, carry, table)
+    for name, part in parts.items():
+        parts[name] = _alone(name, part, jobs, carry, table)
+    parts = {"embed": embed, **parts, "exchange": exchange, "head": head}
+    if jobs.differentiates:
+        parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
-        for name, part in before.items():
-            carry = _if_runs(name, part, jobs, carry, row, table)
-        carry = exchange(jobs, carry, row)
-        for name, part in after.items():
-            carry = _if_runs(name, part, jobs, carry, row, table)
+        for name, part in parts.items():
+            if name in table.jobs:
+                carry = _if_runs(name, part, jobs, carry, row, table)
+            else:  # the exchange is in every tick
+                carry = part(jobs, carry, row)
         return carry.with_arrived(entered=None, sent=None), None
 
     carry = carry.with_arrived(entered=None, sent=None)

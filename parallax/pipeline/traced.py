@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from parallax import mesh
 from parallax._typing import PyTree
 from parallax.collectives.types import match_varying, operands, varying_axes
-from parallax.jaxprs import COLLECTIVES, inner, is_literal, opened
+from parallax.jaxprs import Following, is_literal, opened, sent_over
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -54,9 +54,8 @@ class Traced(NamedTuple):
         """The results; arguments must have the types of those that it was traced on, and are given
         one by one as there."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
-        results = [
-            jnp.asarray(x) for x in jaxpr_as_fun(self.program)(*arrays)
-        ]  # a constant may be NumPy's
+        # A constant may be NumPy's.
+        results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
         return jax.tree.unflatten(jax.tree.structure(self.out), results)
 
 
@@ -160,21 +159,19 @@ def moves_early(traced: Traced) -> bool:
     """Whether a collective in a function needs nothing but its first argument, the parameters:
     nothing keeps it waiting."""
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
-    return _moves_early(opened(traced.program), is_late)
+    collectives = _Collectives()
+    collectives.run(traced.program, is_late)
+    return collectives.are_early
 
 
-def _moves_early(jaxpr: Jaxpr, late: Iterable[bool]) -> bool:
-    """Whether a collective in `jaxpr` needs none of the arguments that come `late`."""
-    # What depends on a late argument is late too; the rest may run as soon as the program starts.
-    waits = {variable for variable, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
-    for eqn in jaxpr.eqns:
-        waiting = [not is_literal(atom) and atom in waits for atom in eqn.invars]
-        if eqn.primitive.name in COLLECTIVES and not any(waiting):
-            return True
-        for body in inner(eqn):
-            fits = len(body.invars) == len(waiting)
-            if _moves_early(body, waiting if fits else [False] * len(body.invars)):
-                return True
-        if any(waiting):
-            waits |= set(eqn.outvars)
-    return False
+class _Collectives(Following):
+    """Follows which values depend on an argument that comes late; `are_early` says whether any
+    collective depends on none."""
+
+    unknown = False
+    are_early = False
+
+    def plain(self, eqn: JaxprEqn, operands: list[bool], aval: Any) -> bool:
+        is_late = self.met(operands)
+        self.are_early |= bool(sent_over(eqn)) and not is_late
+        return is_late
