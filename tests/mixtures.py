@@ -175,7 +175,7 @@ def stage(model, x, part, position, *, mixed):
 
 
 def loss_of(mixed):
-    """The loss arrow, with `pipeline.Aux` of all layers as one chunk beside it."""
+    """The loss function, with `pipeline.Aux` of all layers as one chunk beside it."""
     own = functools.partial(stage, mixed=mixed)
     return pipeline.unpipelined(enter, own, head, blocks=lambda model: model["blocks"])
 

@@ -1,5 +1,5 @@
-"""Auxiliary values of a loss go through every wrapper of a grad arrow, and `after` updates the
-model with them."""
+"""Auxiliary values of a loss go through every wrapper of a gradient function, and `after` updates
+the model with them."""
 
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ summed = lambda aux, axis: Aux(
 largest = lambda aux, axis: Aux(
     axis.all_max(aux.row), axis.all_max(varying(aux.count, "data")), None, None
 )
-AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 microbatches
+AUX_GRAD_FNS = {  # with the count that comes out: 32 rows over 8 devices and 2 microbatches
     "averaged": (lambda s: grads.averaged(WITH_AUX, "data"), 4),
     "accumulated": (
         lambda s: grads.averaged(grads.accumulated(WITH_AUX, microbatches=2), "data"),
@@ -107,13 +107,13 @@ AUX_ARROWS = {  # with the count that comes out: 32 rows over 8 devices and 2 mi
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", AUX_ARROWS)
+@pytest.mark.parametrize("name", AUX_GRAD_FNS)
 def test_auxiliary_values_go_through_every_wrapper(name):
-    arrow, count = AUX_ARROWS[name]
+    grad_fn, count = AUX_GRAD_FNS[name]
     world, model, batch = mesh.make(data=8), adapted(), wide_batch()
     shares = rules.specs(model, KEPT, world)
     live = shares if name in ("gathered", "unsharded") else jax.tree.map(lambda _: P(), shares)
-    loss_and_aux = lambda *arguments: arrow(shares)(*arguments)[0]
+    loss_and_aux = lambda *arguments: grad_fn(shares)(*arguments)[0]
     loss, aux = on(world, loss_and_aux, (live, P("data")), P())(model, batch)
     np.testing.assert_allclose(
         loss, adapted_loss(model, batch) * (8 if name.endswith("summed") else 1), rtol=EXACT

@@ -230,7 +230,7 @@ def test_much_at_once_is_as_on_one_device():
     trees.check(trees.Case(((2, 1), (1, 1)), 3, tensor=2, make=in_turns))
 
 
-def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
+def anywhere(table, grad_fn=pipeline.value_and_grad, seed=0):
     """A small model whose chunks are at the places of a table, and the same on one device, in the
     order of the model."""
     embed, stage, head = lockstep.functions(lockstep.perceptrons)
@@ -240,9 +240,9 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
         lockstep.batch_of(2 * table.microbatches, seed),
     )
     specs = lockstep.Model(P(), P(None, "stage"), P())
-    out = P() if arrow is pipeline.value else (P(), specs)
+    out = P() if grad_fn is pipeline.value else (P(), specs)
     run = mesh.spmd(
-        arrow(embed, stage, head, table, "stage"),
+        grad_fn(embed, stage, head, table, "stage"),
         mesh=lockstep.on(1, stages, 1),
         in_specs=(specs, P()),
         out_specs=out,
@@ -252,7 +252,7 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
     )
     found = eqx.filter_jit(run)(own, batch)
     plain = one_device(embed, stage, head, v * stages)
-    if arrow is pipeline.value:
+    if grad_fn is pipeline.value:
         return found, plain(params, batch)
     back = eqx.tree_at(
         lambda p: p.blocks, found[1], pipeline.from_placement(found[1].blocks, table.placed)
@@ -261,10 +261,10 @@ def anywhere(table, arrow=pipeline.value_and_grad, seed=0):
 
 
 @pytest.mark.sweep(4, "branching")
-@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
-def test_chunks_may_be_in_the_shape_of_a_v(arrow):
+@pytest.mark.parametrize("grad_fn", [pipeline.value_and_grad, pipeline.value])
+def test_chunks_may_be_in_the_shape_of_a_v(grad_fn):
     """The last place is on stage 0, and its neighbour is on its own stage."""
-    found, expected = anywhere(greedy(v_placement(2), 3, [4, 4]), arrow)
+    found, expected = anywhere(greedy(v_placement(2), 3, [4, 4]), grad_fn)
     assert_close(found, expected, EXACT)
 
 
@@ -298,7 +298,7 @@ def test_auxiliary_values_are_in_order():
         x + params["blocks"][0, 0], aux=position.astype(FLOAT64)
     )
     head = lambda params, x, part: jnp.mean(x)
-    arrow = pipeline.value(
+    grad_fn = pipeline.value(
         lambda params, part: part,
         stage,
         head,
@@ -307,7 +307,7 @@ def test_auxiliary_values_are_in_order():
         blocks=lambda params: params["blocks"],
     )
     specs, world = {"blocks": P(None, "stage")}, lockstep.on(1, 2, 1)
-    run = jax.jit(mesh.spmd(arrow, mesh=world, in_specs=(specs, P()), out_specs=(P(), P())))
+    run = jax.jit(mesh.spmd(grad_fn, mesh=world, in_specs=(specs, P()), out_specs=(P(), P())))
     loss, aux = run({"blocks": jnp.ones((2, 2, 1), FLOAT64)}, jnp.zeros((6, 3), FLOAT64))
     assert (float(loss), aux.stages.tolist()) == (4, [0, 1, 2, 3])
 
@@ -464,8 +464,8 @@ def refused(stage, table, match, beside=(1, 2)):
         lockstep.Model(P(), P(None, "stage"), P()),
         lockstep.on(beside[0], table.stages, beside[1]),
     )
-    arrow = pipeline.value_and_grad(embed, stage, head, table, "stage")
-    run = mesh.spmd(arrow, mesh=over, in_specs=(specs, P()), out_specs=P())
+    grad_fn = pipeline.value_and_grad(embed, stage, head, table, "stage")
+    run = mesh.spmd(grad_fn, mesh=over, in_specs=(specs, P()), out_specs=P())
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, lockstep.model(lockstep.pairs, 1, 4), lockstep.batch_of(8))
 

@@ -28,10 +28,10 @@ from user_models import (
 from parallax import grads, mesh, precision, rules, zero
 
 TRAINED = 8 * (2 * 64 * LOW + 64)  # bytes
-# Each: the grad arrow from the specs of shares, the rule that those are of, whether parameters and
-# gradients are shares, and the bytes that each collective gives a device. A loss is 8 bytes. Of
-# what ZeRO gathers, the frozen leaves are a gather without a scatter.
-ARROWS = {
+# Each: the gradient function from the specs of shares, the rule that those are of, whether
+# parameters and gradients are shares, and the bytes that each collective gives a device. A loss is
+# 8 bytes. Of what ZeRO gathers, the frozen leaves are a gather without a scatter.
+GRAD_FNS = {
     "averaged": (
         lambda s: grads.averaged(PLAIN, "data"),
         KEPT,
@@ -117,16 +117,16 @@ ARROWS = {
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", ARROWS)
+@pytest.mark.parametrize("name", GRAD_FNS)
 def test_frozen_leaves_have_no_gradient_and_move_no_bytes(name):
-    arrow, rule, (split_params, split_gradients), expected = ARROWS[name]
+    grad_fn, rule, (split_params, split_gradients), expected = GRAD_FNS[name]
     world, model, batch = mesh.make(data=8), adapted(), wide_batch()
     shares = rules.specs(model, rule, world)
     whole = jax.tree.map(lambda _: P(), shares)
     trained = lambda specs: eqx.filter(specs, FEW, is_leaf=mesh.is_spec)
     specs = (shares if split_params else whole, P("data"))
     program = mesh.spmd(
-        arrow(shares),
+        grad_fn(shares),
         mesh=world,
         in_specs=specs,
         out_specs=(P(), trained(shares if split_gradients else whole)),

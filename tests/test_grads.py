@@ -1,4 +1,5 @@
-"""Arrows from grad to grad: the same gradients in pieces, over devices and under a norm."""
+"""Gradient functions from grad to grad: the same gradients in pieces, over devices and under a
+norm."""
 
 import collections
 import functools
@@ -108,8 +109,8 @@ def over(f, in_specs, out_specs, **sizes):
 @functools.cache
 def data_parallel(algorithm, microbatches, **sizes):
     split = tuple(sizes) if len(sizes) > 1 else next(iter(sizes))
-    arrow = grads.averaged(grads.accumulated(grad, microbatches=microbatches), algorithm(split))
-    return over(arrow, (P(), P(split)), P(), **sizes)
+    grad_fn = grads.averaged(grads.accumulated(grad, microbatches=microbatches), algorithm(split))
+    return over(grad_fn, (P(), P(split)), P(), **sizes)
 
 
 @pytest.mark.sweep(2)
@@ -141,8 +142,8 @@ def test_the_order_of_wrapping_is_the_cost():
     microbatch."""
     averaged = functools.partial(grads.averaged, axis="data")
     accumulated = functools.partial(grads.accumulated, microbatches=4)
-    for arrow, times in ((averaged(accumulated(grad)), 1), (accumulated(averaged(grad)), 4)):
-        f = mesh.spmd(arrow, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=P())
+    for grad_fn, times in ((averaged(accumulated(grad)), 1), (accumulated(averaged(grad)), 4)):
+        f = mesh.spmd(grad_fn, mesh=mesh.make(data=8), in_specs=(P(), P("data")), out_specs=P())
         ops = hlo.collectives(f, *PROBLEM)
         assert {op.kind for op in ops} == {"all-reduce"}
         assert collections.Counter(op.shape for op in ops) == {
@@ -159,10 +160,10 @@ def clip_over_shards(algorithm):
     axes = [algorithm("a"), algorithm("b")]
 
     def body(tree, batch):
-        arrow = grads.clipped(
+        grad_fn = grads.clipped(
             lambda params, batch: (jnp.sum(batch), params), 1.5, reduce_norm_over=axes
         )
-        return arrow(tree, batch)[1], grads.norm(tree, axes=axes)
+        return grad_fn(tree, batch)[1], grads.norm(tree, axes=axes)
 
     return over(body, (TREE, P()), (TREE, P()), a=2, b=4)
 
@@ -218,15 +219,17 @@ def model_loss(model, batch):
 
 
 def test_equinox_models():
-    """Functions, names and integers among the leaves; the arrows are wrapped as usual."""
+    """Functions, names and integers among the leaves; the functions are wrapped as usual."""
     model = Model(
         eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=jnp.float64), jnp.tanh, jnp.arange(2)
     )
     draw = np.random.default_rng(0).normal
     batch = draw(size=(32, 3)), draw(size=(32, 2))
-    arrow = grads.accumulated(eqx.filter_value_and_grad(model_loss), microbatches=2)
-    arrow = grads.clipped(grads.averaged(arrow, ring("data")), 0.1, reduce_norm_over=[ring("data")])
-    value, gradients = over(arrow, (P(), P("data")), P(), data=8)(model, batch)
+    grad_fn = grads.accumulated(eqx.filter_value_and_grad(model_loss), microbatches=2)
+    grad_fn = grads.clipped(
+        grads.averaged(grad_fn, ring("data")), 0.1, reduce_norm_over=[ring("data")]
+    )
+    value, gradients = over(grad_fn, (P(), P("data")), P(), data=8)(model, batch)
     expected_value, expected = eqx.filter_value_and_grad(model_loss)(model, batch)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)
     factor = 0.1 / optax.tree.norm(expected)

@@ -618,7 +618,7 @@ def unsharded(grad):
     return zero.gathered_once(grad, ring("data"), rules.specs(MODEL, FSDP))
 
 
-ARROWS = {
+GRAD_FNS = {
     "reduced once a step": (averaged(accumulated(jax.value_and_grad(loss))), P(), []),
     "reduced once a microbatch": (
         accumulated(averaged(jax.value_and_grad(loss))),
@@ -650,9 +650,9 @@ ARROWS = {
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", ARROWS)
-def test_arrows_in_their_order(name):
-    grad, rule, kinds = ARROWS[name]
+@pytest.mark.parametrize("name", GRAD_FNS)
+def test_gradient_functions_in_their_order(name):
+    grad, rule, kinds = GRAD_FNS[name]
     specs = P() if isinstance(rule, P) else rules.specs(MODEL, rule)
     f = mesh.spmd(grad, mesh=mesh.make(data=8), in_specs=(specs, P("data")), out_specs=(P(), specs))
     with jax.numpy_dtype_promotion("standard"):

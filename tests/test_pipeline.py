@@ -171,8 +171,8 @@ def on(data, stages, tensor):
 
 
 def pipelined(kind, table, data=1, tensor=1, *, remat=False, algorithm=xla):
-    """The compiled grad arrow `(params, batch) -> (loss, gradients)` of a small model on data x
-    stage x tensor."""
+    """The compiled gradient function `(params, batch) -> (loss, gradients)` of a small model on
+    data x stage x tensor."""
     grad = pipeline.value_and_grad(
         *functions(kind, algorithm("tensor")), table, algorithm("stage"), save=KEEP[remat]
     )
@@ -678,9 +678,9 @@ def test_sums_are_wider_than_bfloat16():
 def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
     embed, own, head = functions(pairs)
     specs = Model(P(), P(None, "stage"), P())
-    for arrow in (pipeline.value_and_grad, pipeline.value):
+    for grad_fn in (pipeline.value_and_grad, pipeline.value):
         f = mesh.spmd(
-            arrow(embed, stage or own, head, table, "stage"),
+            grad_fn(embed, stage or own, head, table, "stage"),
             mesh=on(1, 4, 1),
             in_specs=(specs, P()),
             out_specs=P(),
@@ -690,16 +690,16 @@ def test_what_does_not_fit_is_refused(table, change, rows, stage, message):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
-def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
+@pytest.mark.parametrize("grad_fn", [pipeline.value_and_grad, pipeline.value])
+def test_blocks_that_are_whole_on_every_stage_are_refused(grad_fn):
     """6 layers on 4 stages: with P() every stage would run all of them, four times over; 8
     divide."""
     table = one_f_one_b_lockstep(4, 4)
     on_stages = lambda specs: mesh.spmd(
-        arrow(*functions(pairs), table, "stage"),
+        grad_fn(*functions(pairs), table, "stage"),
         mesh=on(1, 4, 1),
         in_specs=(Model(P(), specs, P()), P()),
-        out_specs=P() if arrow is pipeline.value else (P(), Model(P(), specs, P())),
+        out_specs=P() if grad_fn is pipeline.value else (P(), Model(P(), specs, P())),
     )
     for specs, at in ((P(), "['down']"), ({"up": P(), "down": P(None, "stage")}, "['up']")):
         layers = 6 if specs == P() else 8
@@ -716,7 +716,7 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(arrow):
     plain = one_device(*functions(pairs), 4)
     expected = (
         plain(params, batch)
-        if arrow is pipeline.value
+        if grad_fn is pipeline.value
         else jax.value_and_grad(plain)(params, batch)
     )
     assert_close(found, expected, EXACT)
@@ -754,12 +754,12 @@ def test_stages_may_be_two_axes(algorithm):
     assert_close(found, jax.value_and_grad(one_device(embed, stage, head, 4))(params, batch), EXACT)
 
 
-@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
+@pytest.mark.parametrize("grad_fn", [pipeline.value_and_grad, pipeline.value])
 @pytest.mark.parametrize(
     "make", [gpipe, one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b, zero_bubble]
 )
 @pytest.mark.parametrize("keep", KEEP.values(), ids=["residuals", "inputs"])
-def test_each_function_is_traced_once(arrow, make, keep):
+def test_each_function_is_traced_once(grad_fn, make, keep):
     """Python runs embed, stage and head once for each program, in whatever number of jobs and loops
     they stand."""
     calls = collections.Counter()
@@ -772,14 +772,14 @@ def test_each_function_is_traced_once(arrow, make, keep):
         return call
 
     names = ["embed", "stage", "head"]
-    options = {"save": keep} if arrow is pipeline.value_and_grad else {}
-    f = arrow(*map(counted, names, functions(pairs)), make(2, 3), "stage", **options)
+    options = {"save": keep} if grad_fn is pipeline.value_and_grad else {}
+    f = grad_fn(*map(counted, names, functions(pairs)), make(2, 3), "stage", **options)
     specs = Model(P(), P(None, "stage"), P())
     run = mesh.spmd(
         f,
         mesh=on(1, 2, 1),
         in_specs=(specs, P()),
-        out_specs=P() if arrow is pipeline.value else (P(), specs),
+        out_specs=P() if grad_fn is pipeline.value else (P(), specs),
     )
     jax.eval_shape(run, model(pairs, 1, 2), batch_of(6))
     assert calls == dict.fromkeys(names, 1)

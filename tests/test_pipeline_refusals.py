@@ -39,10 +39,12 @@ def head(params, x, part):
     return jnp.mean((x - part) ** 2)
 
 
-def arrow(embed=embed, stage=stage, head=head, arrow=pipeline.value_and_grad, **options):
-    """The mapped arrow of `params()`; gradients are those of all."""
-    f = arrow(embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"], **options)
-    return mapped(f, P() if arrow is pipeline.value else (P(), SPECS))
+def grad_fn(embed=embed, stage=stage, head=head, grad_fn=pipeline.value_and_grad, **options):
+    """The mapped grad_fn of `params()`; gradients are those of all."""
+    f = grad_fn(
+        embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"], **options
+    )
+    return mapped(f, P() if grad_fn is pipeline.value else (P(), SPECS))
 
 
 OUT = (P(), SPECS)
@@ -57,16 +59,16 @@ def mapped(f, out_specs=OUT):
     )
 
 
-@pytest.mark.parametrize("arrow", [pipeline.value_and_grad, pipeline.value])
-def test_parameters_without_blocks_need_where(arrow):
+@pytest.mark.parametrize("grad_fn", [pipeline.value_and_grad, pipeline.value])
+def test_parameters_without_blocks_need_where(grad_fn):
     with pytest.raises(ValueError, match=r"a dict, have no attribute `blocks`.* blocks="):
-        mapped(arrow(embed, stage, head, TABLE, "stage"))(params(), batch())
+        mapped(grad_fn(embed, stage, head, TABLE, "stage"))(params(), batch())
     with pytest.raises(ValueError, match="a dict, have no attribute `blocks`"):
         pipeline.unpipelined(embed, stage, head)(params(), batch())
 
 
 def closing(of):
-    """A grad arrow whose stage reads, by closure, what `of` makes of its parameters."""
+    """A gradient function whose stage reads, by closure, what `of` makes of its parameters."""
 
     def grad(params, batch):
         scale = of(params)
@@ -91,11 +93,11 @@ ELSEWHERE = (
 )
 MISUSES = {
     "head": (
-        arrow(head=lambda params, x, part: head(params, x, part) + penalty(params)),
+        grad_fn(head=lambda params, x, part: head(params, x, part) + penalty(params)),
         ("blocks-outside-the-stage", "blocks.w", f"head reads blocks.w, {ELSEWHERE}"),
     ),
     "embed": (
-        arrow(embed=lambda params, part: embed(params, part) * penalty(params)),
+        grad_fn(embed=lambda params, part: embed(params, part) * penalty(params)),
         ("blocks-outside-the-stage", "blocks.w", f"embed reads blocks.w, {ELSEWHERE}"),
     ),
     "closure": (
@@ -215,14 +217,14 @@ def test_a_penalty_on_the_blocks_is_a_term_of_the_stage():
     own = lambda params, x, part, position: pipeline.Output(
         stage(params, x, part, position), loss=penalty(params)
     )
-    found = jax.jit(arrow(stage=own))(params(), batch())
+    found = jax.jit(grad_fn(stage=own))(params(), batch())
     whole = pipeline.unpipelined(embed, stage, head, blocks=lambda params: params["blocks"])
     expected = jax.value_and_grad(lambda params, batch: whole(params, batch) + penalty(params))(
         params(), batch()
     )
     np.testing.assert_allclose(found[0], expected[0], rtol=EXACT)
     assert_close(found[1], expected[1], EXACT)
-    value = jax.jit(arrow(stage=own, arrow=pipeline.value))(params(), batch())
+    value = jax.jit(grad_fn(stage=own, grad_fn=pipeline.value))(params(), batch())
     np.testing.assert_allclose(value, expected[0], rtol=EXACT)
     plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])(
         params(), batch()
@@ -238,7 +240,7 @@ def test_blocks_that_are_read_without_an_effect_are_none_of_it():
     single = lambda f: lambda params, *others: cast(f)(params, *others).astype(FLOAT64)
     own = lambda params, x, part: head(params, x.astype(jnp.float32), part.astype(jnp.float32))
     first = lambda params, part: embed(params, part.astype(jnp.float32))
-    jax.eval_shape(arrow(embed=single(first), head=single(own)), params(), batch())
+    jax.eval_shape(grad_fn(embed=single(first), head=single(own)), params(), batch())
 
 
 def output(**fields):
@@ -316,7 +318,7 @@ def test_what_does_not_fit_is_refused(name):
     functions, message = REFUSALS[name]
     for each in (pipeline.value_and_grad, pipeline.value):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-            jax.eval_shape(arrow(**functions, arrow=each), params(), batch())
+            jax.eval_shape(grad_fn(**functions, grad_fn=each), params(), batch())
 
 
 @pytest.mark.parametrize(
@@ -339,14 +341,14 @@ def test_what_does_not_fit_is_refused(name):
 )
 def test_nothing_to_compute_on_is_refused(change, rows, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        jax.eval_shape(arrow(), change(params()), batch(rows))
+        jax.eval_shape(grad_fn(), change(params()), batch(rows))
 
 
 def test_a_scalar_in_the_batch_is_refused():
     with pytest.raises(
         ValueError, match="is a scalar, and the first dim of every leaf must be the sequences"
     ):
-        jax.eval_shape(arrow(), params(), jnp.ones(()))
+        jax.eval_shape(grad_fn(), params(), jnp.ones(()))
 
 
 def test_a_head_that_some_stages_share_is_refused():

@@ -205,7 +205,7 @@ def shared_rule(case):
 
 
 def pipelined(case, params):
-    """The compiled grad arrow, the specs of its parameters, and those of its gradients."""
+    """The compiled gradient function, the specs of its parameters, and those of its gradients."""
     v, stages = case.table.shape
     world = mesh.make(
         data=case.data,

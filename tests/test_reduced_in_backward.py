@@ -54,7 +54,7 @@ def loss(model, batch, wrap=lambda block: block):
 
 
 def step(axis, wrap, *, made=blocks, split="data", dtype=None, **sizes):
-    """The grad arrow of `Model` over the devices of `split`, compiled for a batch."""
+    """The gradient function of `Model` over the devices of `split`, compiled for a batch."""
     wrap = wrap or (lambda block: block)
     grad = eqx.filter_value_and_grad(functools.partial(loss, wrap=wrap))
     grad = grad if dtype is None else precision.mixed(grad, dtype)

@@ -116,7 +116,7 @@ def loss(params, x, comms=None):
 
 
 def parallel(case):
-    """The grad arrow of local blocks: shares gathered, shards joined."""
+    """The gradient function of local blocks: shares gathered, shards joined."""
     comms = {
         name: tuple(axis for axis in case.names(spec) if axis not in case.over)
         for name, spec in case.specs.items()
@@ -326,7 +326,7 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
     assert f({"w": np.ones(8), "b": np.ones(())}, np.ones(8)) == 9
 
 
-def test_an_arrow_inside_another_knows_what_that_declared():
+def test_a_gradient_function_inside_another_knows_what_that_declared():
     """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared
     all varying over data."""
     specs = {"w": P("data", "tensor"), "b": P()}

@@ -27,7 +27,7 @@ class Trained(NamedTuple):
 
 @functools.cache
 def alone(name):
-    """One device, with nothing of ours but the model: the grad arrow, optax, and `after` by
+    """One device, with nothing of ours but the model: the gradient function, optax, and `after` by
     hand."""
     kind = KINDS[name]
     whole = lambda model: jax.tree.map(

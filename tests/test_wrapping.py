@@ -1,5 +1,5 @@
-"""Grad arrows put round one another, in drawn orders over drawn models: equal to one device, or
-refused with a sentence."""
+"""Gradient functions put round one another, in drawn orders over drawn models: equal to one device,
+or refused with a sentence."""
 
 import functools
 import inspect
@@ -89,7 +89,7 @@ class Case(NamedTuple):
         sizes: the axes, all of which split the batch.
         specs: how the parameters live.
         gathered: the names of those that are gathered.
-        chain: the arrows round the gradients of the loss, from the innermost.
+        chain: the grad_fns round the gradients of the loss, from the innermost.
         inner: likewise, of a step inside the loss (MAML); None without one.
         algorithm: who moves the data.
     """
@@ -162,12 +162,12 @@ def drawn(seed) -> Case:
 
 
 def wrapped(grad, chain, axis, algorithm):
-    """`grad` inside the arrows of `chain`; without axes, what it is on one device: clipped last of
-    all."""
+    """`grad` inside the grad_fns of `chain`; without axes, what it is on one device: clipped last
+    of all."""
     one_by_one = lambda grad: functools.reduce(
         lambda grad, name: grads.averaged(grad, algorithm(name)), axis, grad
     )
-    arrows = {
+    grad_fns = {
         "averaged": lambda grad: grads.averaged(grad, algorithm(axis)),
         "averaged one by one": one_by_one,
         "accumulated": functools.partial(grads.accumulated, microbatches=2),
@@ -176,11 +176,11 @@ def wrapped(grad, chain, axis, algorithm):
     }
     if not axis:
         chain = [name for name in ("unscaled", "clipped") if name in chain]
-    return functools.reduce(lambda grad, name: arrows[name](grad), chain, grad)
+    return functools.reduce(lambda grad, name: grad_fns[name](grad), chain, grad)
 
 
-def arrow(case, axis, algorithm=xla):
-    """The grad arrow of a case; without axes, on one device."""
+def grad_fn(case, axis, algorithm=xla):
+    """The gradient function of a case; without axes, on one device."""
     loss = functools.partial(case.model, axis=axis)
     local = zero.gathered(
         loss,
@@ -215,12 +215,12 @@ def run(case):
     )
     params = {name: PARAMS[name] for name in case.specs}
     split = mesh.spmd(
-        arrow(case, names, case.algorithm),
+        grad_fn(case, names, case.algorithm),
         mesh=devices,
         in_specs=(case.specs, P(names)),
         out_specs=(P(), case.specs),
     )
-    return jax.jit(split)(params, BATCH), jax.jit(arrow(case, ()))(params, BATCH)
+    return jax.jit(split)(params, BATCH), jax.jit(grad_fn(case, ()))(params, BATCH)
 
 
 def outcome(case):
@@ -379,14 +379,14 @@ def test_a_loss_beside_gradients_is_no_use_of_the_shares(how):
     grad = jax.value_and_grad(functools.partial(own_expert, penalty=0.0, exchange=exchange))
     beside = lambda w, x: SIDE_BY_SIDE[how](grad(varying(w, "tensor"), x))
     sums = how == "a sum of both"
-    arrow = (
+    grad_fn = (
         grads.averaged(beside, "dp")
         if sums
         else grads.averaged(grads.summed(beside, "tensor"), "dp")
     )
     weights, x = normal(0, 4, WIDTH, WIDTH), normal(1, 64, WIDTH)
     f = over(
-        lambda *given: jax.tree.map(lambda leaf: leaf[None], arrow(*given)[1]),
+        lambda *given: jax.tree.map(lambda leaf: leaf[None], grad_fn(*given)[1]),
         (P("dp"), P("dp")),
         P("tensor", "dp"),
         dp=4,
@@ -449,8 +449,8 @@ def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_
 
 
 def test_an_inner_mean_under_jit_knows_whether_it_is_inside():
-    """One function, kept by `jax.jit`, of parameters that an arrow outside declared varying, and of
-    shares."""
+    """One function, kept by `jax.jit`, of parameters that a grad_fn outside declared varying, and
+    of shares."""
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ GATHERS["by lax"](w, "dp")))
     plain = lambda w, x: jnp.mean(jnp.tanh(x @ w))
     inner = jax.jit(grads.averaged(jax.value_and_grad(plain), "dp"))
@@ -632,13 +632,13 @@ def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
     given, right = HEADS[name]
     enter = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: x + jnp.tanh(x @ params["blocks"][0])
-    arrow = pipeline.value_and_grad(
+    grad_fn = pipeline.value_and_grad(
         enter, stage, given, table(2, 4), "stage", blocks=lambda params: params["blocks"]
     )
     params = {"blocks": normal(0, 1, 2, WIDTH, WIDTH), "out": normal(1, WIDTH, WIDTH)}
     specs = {"blocks": P(None, "stage"), "out": P()}
     batch = {name: BATCH[name] for name in ("x", "y")}
-    split = over(grads.averaged(arrow, "data"), (specs, P("data")), (P(), specs), data=2, stage=2)
+    split = over(grads.averaged(grad_fn, "data"), (specs, P("data")), (P(), specs), data=2, stage=2)
     if not right:
         with pytest.raises(
             ValueError, match=r"sums over 'stage' what each|loss is the same along 'data'"
@@ -678,7 +678,7 @@ CLIPS_INSIDE = {
 
 
 @pytest.mark.parametrize("outside", CLIPS_INSIDE)
-def test_an_arrow_that_clips_inside_is_refused(outside):
+def test_a_gradient_function_that_clips_inside_is_refused(outside):
     with pytest.raises(ValueError, match=r"grads\.clipped"):
         over(CLIPS_INSIDE[outside], (P(), P("data")), P(), data=8)(normal(0, 4), normal(1, 64, 4))
 
@@ -733,9 +733,9 @@ def test_a_map_that_does_not_tell_what_differs_is_refused(name, how):
 
 def test_a_partly_automatic_map_with_types_is_right():
     devices, w, x = mesh.make(data=4, model=2), normal(0, 4), normal(1, 64, 4)
-    arrow = grads.clipped(grads.averaged(PLAIN, "data"), 1e9)
+    grad_fn = grads.clipped(grads.averaged(PLAIN, "data"), 1e9)
     split = jax.shard_map(
-        arrow,
+        grad_fn,
         mesh=devices,
         in_specs=(P(), P("data")),
         out_specs=P(),
@@ -749,19 +749,19 @@ def test_a_partly_automatic_map_with_types_is_right():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("algorithm", [xla, ring, halving], ids=str)
-@pytest.mark.parametrize("arrow", [grads.summed, grads.averaged])
-def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(arrow, algorithm, dtype):
+@pytest.mark.parametrize("grad_fn", [grads.summed, grads.averaged])
+def test_sums_of_16_bits_are_taken_in_32_and_rounded_once(grad_fn, algorithm, dtype):
     terms = (
         np.asarray([2048, *[1] * 6, 3], dtype)
         if dtype == "float16"
         else np.asarray([256, *[1] * 7], dtype)
     )
     grad = lambda w, x: (x[0], w * x[0])
-    options = {"loss": True} if arrow is grads.summed else {}
+    options = {"loss": True} if grad_fn is grads.summed else {}
     loss, gradients = over(
-        arrow(grad, algorithm("data"), **options), (P(), P("data")), P(), data=8
+        grad_fn(grad, algorithm("data"), **options), (P(), P("data")), P(), data=8
     )(np.ones(3, dtype), terms)
-    exact = terms.astype(np.float64).sum() / (8 if arrow is grads.averaged else 1)
+    exact = terms.astype(np.float64).sum() / (8 if grad_fn is grads.averaged else 1)
     assert loss.dtype == gradients.dtype == dtype
     np.testing.assert_array_equal(np.asarray(gradients), np.full(3, exact).astype(dtype))
     assert np.asarray(loss) == np.asarray(exact).astype(dtype)
@@ -781,7 +781,7 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
     ends = lambda params, batch: batch["x"]
     stage = lambda params, x, part, position: jnp.tanh(x @ params["blocks"][0])
     head = lambda params, x, part: jnp.mean(x) * part["c"].sum()
-    arrow = pipeline.value_and_grad(
+    grad_fn = pipeline.value_and_grad(
         ends,
         stage,
         head,
@@ -791,7 +791,7 @@ def test_leaves_with_other_numbers_of_rows_are_no_batch():
     )
     specs = {"blocks": P(None, "stage")}
     with pytest.raises(ValueError, match=message):
-        over(arrow, (specs, P()), (P(), specs), stage=2)(
+        over(grad_fn, (specs, P()), (P(), specs), stage=2)(
             {"blocks": normal(0, 1, 2, WIDTH, WIDTH)}, batch
         )
 
@@ -825,14 +825,14 @@ REDUCERS = {
 @pytest.mark.parametrize("sizes", [{"dp": 8}, {"dp": 4, "tensor": 2}])
 def test_one_spec_for_rows_and_a_table_is_refused(reduced, sizes):
     """Each device would have some of the classes, and JAX clamps the other labels to them."""
-    arrow, params = REDUCERS[reduced](jax.value_and_grad(weighted_by_class)), normal(0, WIDTH, 8)
+    grad_fn, params = REDUCERS[reduced](jax.value_and_grad(weighted_by_class)), normal(0, WIDTH, 8)
     batch = weighted_batch(8)
     message = r"leaf \['weights'\] has \d rows.*One spec splits both over \['dp'\].*P\(\) for"
     for specs in ((P(), P("dp")), (P(), P(("dp",)))):
         with pytest.raises(ValueError, match=f"(?s){message}"):
-            over(arrow, specs, P(), **sizes)(params, batch)
+            over(grad_fn, specs, P(), **sizes)(params, batch)
     right = dict.fromkeys(batch, P("dp")) | {"weights": P()}
-    loss, gradients = over(arrow, (P(), right), P(), **sizes)(params, batch)
+    loss, gradients = over(grad_fn, (P(), right), P(), **sizes)(params, batch)
     whole = jax.value_and_grad(weighted_by_class)(params, batch)
     devices = sizes["dp"] if reduced == "summed" else 1
     assert_close((loss, gradients), jax.tree.map(lambda x: x * devices, whole), EXACT)
@@ -857,9 +857,9 @@ def test_unequal_rows_that_are_meant_are_let_through():
     parts = [jax.tree.map(lambda x, i=i: jnp.split(x, 8)[i], batch) for i in range(8)]
     alone = [jax.value_and_grad(loss)(params, part) for part in parts]
     mean = jax.tree.map(lambda *terms: sum(terms) / 8, *alone)
-    arrow = grads.averaged(jax.value_and_grad(loss), "data")
+    grad_fn = grads.averaged(jax.value_and_grad(loss), "data")
     specs = dict.fromkeys(batch, P("data"))
-    assert_close(over(arrow, (P(), specs), P(), data=8)(params, batch), mean, EXACT)
+    assert_close(over(grad_fn, (P(), specs), P(), data=8)(params, batch), mean, EXACT)
 
     rows_and_keys = {"x": BATCH["x"], "key": batch["key"]}
     drawn_loss = lambda w, b: jnp.mean(b["x"] @ w) * jax.random.normal(b["key"][0], ())
@@ -907,10 +907,10 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(("name", "message"), [("the loss", "one array"), ("jax.grad", "dict")])
 def test_what_is_no_gradient_function_is_told(name, message, wrapper):
-    arrow = WRAPPERS[wrapper](NO_GRADIENT_FUNCTIONS[name])
+    grad_fn = WRAPPERS[wrapper](NO_GRADIENT_FUNCTIONS[name])
     params = {key: PARAMS[key] for key in ("up", "down")}
     with pytest.raises(ValueError, match=f"this one returned {message}.*instead of the loss"):
-        over(arrow, (P(), P("data")), P(), data=8)(params, BATCH)
+        over(grad_fn, (P(), P("data")), P(), data=8)(params, BATCH)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])

@@ -349,7 +349,7 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         sharded = zero.sharded(optimizer, "data", SHARES)
         grad = jax.value_and_grad(quadratic)
         local = lambda params, batch: grad(varying(params, "data"), batch)
-        arrow = {
+        grad_fn = {
             "scattered": zero.reduce_scattered(grad, "data", SHARES),
             "local": local,
             "averaged": grads.averaged(grad, "data"),
@@ -360,7 +360,7 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
             moments = [leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim]
             assert set(moments) == {32 * 64 // 8, 64}
             for _ in range(3):
-                updates, state = sharded.update(arrow(params, batch)[1], state, params)
+                updates, state = sharded.update(grad_fn(params, batch)[1], state, params)
                 params = optax.apply_updates(params, updates)
             return params
 

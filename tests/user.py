@@ -102,7 +102,7 @@ def tensor_parallel(
 
 
 def loss(params: Params, batch: Batch) -> Float[Array, ""]:
-    """Any loss arrow."""
+    """Any loss function."""
     return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) - batch["y"]) ** 2)
 
 

@@ -39,7 +39,7 @@ def squared(y, batch):
 
 
 class Kind(NamedTuple):
-    """A user's model, its loss arrow, and how it is split over `tensor`.
+    """A user's model, its loss function, and how it is split over `tensor`.
 
     Attributes:
         make: the model.
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
             split.
         split: the spec of each glob of paths over `tensor`; all else is whole.
         trainable: as `step.init` takes it.
-        grad: from the loss arrow to the grad arrow.
+        grad: from the loss function to the gradient function.
         after: as `step.make` takes it.
         keep: globs of what ZeRO does not split.
     """
@@ -123,9 +123,9 @@ def lora_loss(model, batch, axis):
 
 
 def of(trainable):
-    """The grad arrow of a loss for these leaves alone: `eqx.partition` inside it."""
+    """The gradient function of a loss for these leaves alone: `eqx.partition` inside it."""
 
-    def arrow(loss):
+    def grad_fn(loss):
         def grad(model, batch):
             trained, frozen = eqx.partition(model, trainable)
             of_trained = lambda trained, batch: loss(eqx.combine(trained, frozen), batch)
@@ -133,7 +133,7 @@ def of(trainable):
 
         return grad
 
-    return arrow
+    return grad_fn
 
 
 FACTORS = {"base": False, "factors": True}
