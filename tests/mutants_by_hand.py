@@ -272,6 +272,18 @@ LAYERS = (
         "test_lint_tokens.py::test_a_line_under_filter_jit_is_the_callers",
     ),
     Mutant(
+        "_lines_that_cut",
+        "after[-2:] == parts",
+        "len(after) > 1",
+        "test_lint_spread.py::test_attention_with_the_heads_of_a_device_is_silent",
+    ),
+    Mutant(
+        "_splits",
+        "spec[aval.ndim - 2]",
+        "spec[0]",
+        "test_lint_spread.py::test_attention_that_makes_all_heads_of_a_shard_is_found",
+    ),
+    Mutant(
         "ShardMap.note_clipped_sums",
         "if axes and not",
         "if axes or not",

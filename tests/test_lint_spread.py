@@ -1,6 +1,7 @@
 """Layers that a device computes of its share alone are found on their lines; the right layers
 beside them are silent."""
 
+import copy
 import functools
 import inspect
 from typing import NamedTuple
@@ -489,3 +490,85 @@ def test_models_of_users_are_silent(name, way):
         train = step.make(grad, optimizer, after_update=kind.after)
         mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
         assert lint.program(mapped, state, batch_of(0)) == []
+
+
+# Attention whose number of heads is static
+
+
+class Attending(NamedTuple):
+    """An attention of 4 heads, 16 outputs, over 4 devices; and how its heads are counted."""
+
+    qk_size: int
+    stacked: bool
+    of_device: bool
+    gathered: bool
+    way: object
+
+
+def attending(case):
+    """The findings in a step of an `eqx.nn.MultiheadAttention` whose projections are split."""
+
+    def make():
+        def one(key):
+            return eqx.nn.MultiheadAttention(
+                4, WIDTH, qk_size=case.qk_size, vo_size=4, dtype=jnp.float32, key=key
+            )
+
+        if case.stacked:
+            return eqx.filter_vmap(one)(jax.random.split(key(0), 1))
+        return one(key(0))
+
+    def rule(path, leaf):
+        first = (None,) * case.stacked
+        if path.startswith("output"):
+            return P(*first, None, "tensor")
+        return P(*first, "tensor")
+
+    def attend(net, x):
+        if case.stacked:
+            net = jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, net)
+        if case.gathered:
+            gather = lambda name, leaf: lax.all_gather(
+                leaf, "tensor", axis=int(name == "output"), tiled=True
+            )
+            for name in ("query", "key", "value", "output"):
+                weight = lambda net, name=name: getattr(net, f"{name}_proj").weight
+                net = eqx.tree_at(weight, net, gather(name, weight(net)))
+            return lax.pmean(jax.vmap(lambda x: net(x, x, x))(x), "tensor")
+        if case.of_device:
+            net = copy.copy(net)
+            object.__setattr__(net, "num_heads", net.num_heads // lax.axis_size("tensor"))
+        x = tensor.copy_to(x, "tensor")
+        return tensor.reduce_from(jax.vmap(lambda x: net(x, x, x))(x), "tensor")  # wrong
+
+    def loss(net, batch):
+        return jnp.mean((attend(net, batch[0]) - batch[1]) ** 2)
+
+    optimizer, world = optax.sgd(1e-2), mesh.make(**SIZES)
+    train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), ring("data")), optimizer)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state, specs = step.init(make, optimizer, rule, world)
+        mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        found = lint.program(case.way(mapped), state, BATCH)
+    return [each for each in found if each.kind == "fixed-number-of-heads"], attend
+
+
+ATTENTIONS = [
+    Attending(4, False, False, False, eqx.filter_jit),
+    Attending(8, False, False, False, lambda f: f),
+    Attending(8, True, False, False, eqx.filter_jit),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
+    (finding,), attend = attending(case)
+    assert finding.where == line_of_the_mistake(attend)
+    assert "it makes 4 heads, as many as the whole has, on each of 4 devices" in finding.harm
+
+
+@pytest.mark.parametrize("qk_size", [4, 8])
+@pytest.mark.parametrize("change", [{"of_device": True}, {"gathered": True}])
+def test_attention_with_the_heads_of_a_device_is_silent(qk_size, change):
+    case = Attending(qk_size, False, False, False, eqx.filter_jit)._replace(**change)
+    assert attending(case)[0] == []

@@ -228,6 +228,19 @@ def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Findi
     )
 
 
+def fixed_number_of_heads(heads: int, axes: frozenset[str], size: int, where: str) -> Finding:
+    """Attention that makes as many heads of a device's outputs as of all."""
+    return Finding(
+        "fixed-number-of-heads",
+        where,
+        f"the projections of an eqx.nn.MultiheadAttention are split over {named(axes)}, and it "
+        f"makes {heads} heads, as many as the whole has, on each of {size} devices: each is "
+        "narrower than in the whole model.",
+        "Use projections by tensor.ColumnLinear and tensor.RowLinear, and an attention that reads "
+        "the number of its heads from its arrays.",
+    )
+
+
 def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
     """Something whole, added to a term of a sum."""
     return Finding(

@@ -12,6 +12,7 @@ from parallax import pipeline
 from parallax.jaxprs import opened
 from parallax.lint import values
 from parallax.lint.finding import Finding, report
+from parallax.lint.fixed_heads import narrower_heads
 from parallax.lint.reading import Reading
 from parallax.lint.token_order import unsplit_tokens
 
@@ -70,6 +71,8 @@ def program(
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that takes
       their tokens to be split in another, such as `context.zigzag`. It is found only where the
       arguments are arrays, of which the targets are the inputs, one token later.
+    * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
+      projections are split by their outputs, cuts a device's outputs into all its heads.
     * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a
       pipeline reads parameters for which it has no gradient, or all stages have the same layers.
       The trace ends there with an error, and this is the only finding.
@@ -105,7 +108,8 @@ def program(
         return [Finding(error.kind, error.where, error.harm, error.cure)]
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
-    return [*reading.findings.values(), *unsplit_tokens(jaxpr, args)]
+    of_arguments = (*unsplit_tokens(jaxpr, args), *narrower_heads(jaxpr, args))
+    return [*reading.findings.values(), *of_arguments]
 
 
 PASS = ("same-every-trip", "sum-in-a-loop", "summed-twice", "wide-product")

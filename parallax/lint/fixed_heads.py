@@ -1,0 +1,61 @@
+"""Attention on its shard that makes as many heads as the whole has.
+
+The number of heads of an `eqx.nn.MultiheadAttention` is static. On a shard of its projections it
+cuts a device's outputs into that many heads, each narrower than in the whole model.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from parallax import jaxprs
+from parallax.lint import mistakes
+from parallax.lint.finding import Finding
+from parallax.trees import entry_axes
+
+
+def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
+    """Yields a finding for each attention of `args`, and each line, that makes too many heads."""
+    modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
+    maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
+    for module in modules:
+        heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
+        for eqn in maps:
+            for axes, size in _splits(eqn, shape):
+                outputs = shape[-2] // size
+                for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):
+                    yield mistakes.fixed_number_of_heads(heads, frozenset(axes), size, line)
+
+
+def _is_attention(node: Any) -> bool:
+    return isinstance(node, eqx.nn.MultiheadAttention)
+
+
+def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields the axes that split the outputs of arguments of this shape, and their size."""
+    sizes = shard_map.params["mesh"].shape
+    avals = jaxprs.types(shard_map.invars)
+    for spec, aval in {*zip(shard_map.params["in_specs"], avals, strict=True)}:
+        if aval.shape == shape and len(spec) >= aval.ndim - 1:
+            axes = entry_axes(spec[aval.ndim - 2])
+            size = math.prod(sizes[axis] for axis in axes)
+            if size > 1:
+                yield axes, size
+
+
+def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -> list[str]:
+    """Returns the lines in a map that reshape a last dim of size `outputs` into two of `parts`."""
+    lines = {}
+    for body in jaxprs.inner(shard_map):
+        for eqn in jaxprs.every(body):
+            if eqn.primitive.name == "reshape":
+                before, after = (
+                    jaxprs.types(atoms)[0].shape for atoms in (eqn.invars, eqn.outvars)
+                )
+                if before[-1:] == (outputs,) and after[-2:] == parts:
+                    lines[jaxprs.source(eqn)] = None
+    return list(lines)
