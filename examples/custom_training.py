@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import digits
 from parallax import (
-    lint,
     mesh,
     pipeline,
     precision,
@@ -175,5 +174,5 @@ if __name__ == "__main__":
     end = "the same bits" if same else "DIFFERENT BITS"
     print(
         f"Both end with {end} in all weights and moments; of the copies on other "
-        f"devices {len(lint.arrays(again))} differ."
+        f"devices {len(run.fingerprint.differing(again))} differ."
     )

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallax import mesh
+
 
 def flipped(array: jax.Array, device: int, number: int, bit: int) -> jax.Array:
     """`array` with one bit turned in the block of one device; where the device is another
@@ -44,3 +46,20 @@ def bits_of(dtype) -> int:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return dtype.itemsize * 8
     return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
+
+
+def of_other_bits(tree):
+    """The paths of the arrays of which two devices hold other bits of one block, seen on the
+    host."""
+    paths = set()
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, jax.Array):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            array = jax.random.key_data(leaf) if is_key else leaf
+            blocks = {}
+            for shard in array.addressable_shards:
+                content = np.ascontiguousarray(shard.data).tobytes()
+                blocks.setdefault(str(shard.index), set()).add(content)
+            if any(len(contents) > 1 for contents in blocks.values()):
+                paths.add(mesh.dotted(path))
+    return paths

@@ -1407,12 +1407,6 @@ RUN = (
 
 TOLD = (
     Mutant(
-        "_differing",
-        "digests.index(Counter(digests).most_common(1)[0][0])",
-        "0",
-        "test_lint_arrays.py::test_most_copies_are_right_wherever_the_first_is",
-    ),
-    Mutant(
         "Reading._collective",
         "sent.permutes or along & axes",
         "along & axes",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, lint, mesh, rules, step
+from parallax import grads, mesh, rules, step
 from parallax.collectives import ring
 from parallax.collectives.types import replicated, varying
 from parallax.compiled import certificate
@@ -186,9 +186,7 @@ def test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_nam
         pair = {device // 2 * 2, device // 2 * 2 + 1}  # along tensor, of the same rows
         assert {each.device for each in found} == (pair if copies == 2 else {device})
         if not (name.startswith("int4") or "key" in name):  # of an int4 the host sees a byte
-            assert {each.where for each in lint.arrays(wrong) if each.kind == "copies-differ"} == {
-                name
-            }
+            assert flips.of_other_bits(wrong) == {name}
 
 
 @pytest.mark.parametrize("faulty", [(1, 3, 5, 7), (4, 5, 6, 7)])
@@ -465,11 +463,8 @@ def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
         ]
         for i in range(left):
             wrong = one(wrong, 4 + i)
-        told, seen = (
-            fingerprint.differing(wrong),
-            [each for each in lint.arrays(wrong) if each.kind == "copies-differ"],
-        )
-        assert {each.leaf for each in told} == {each.where for each in seen}
+        told, seen = fingerprint.differing(wrong), flips.of_other_bits(wrong)
+        assert {each.leaf for each in told} == seen
         assert {each.device for each in told} <= {device}
         found, healed = found + bool(told), healed + (not seen)
     print(
@@ -502,11 +497,8 @@ def test_a_bit_that_turns_inside_the_step_is_found():
         device, bit = generator.randrange(8), generator.randrange(31)
         wrong = one(state, 1, np.asarray([device, generator.randrange(512), 1 << bit], np.int32))
         wrong = one(wrong, 2) if draw % 2 else wrong
-        told, seen = (
-            fingerprint.differing(wrong),
-            [each for each in lint.arrays(wrong) if each.kind == "copies-differ"],
-        )
-        assert {each.leaf for each in told} == {each.where for each in seen}
+        told, seen = fingerprint.differing(wrong), flips.of_other_bits(wrong)
+        assert {each.leaf for each in told} == seen
         assert {each.device for each in told} <= {device}
         # Alone, or, where the gradient is not finite any more, all leaves of its device.
         assert (

@@ -1,7 +1,6 @@
 """What the messages of a planned layout take. What `jax.lax` moves is priced as the fastest
 algorithm on the simulated network, and what another algorithm moves by its formula."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +8,6 @@ from parallax.collectives import cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.plan import networks
-from parallax.plan.networks import Group
 from parallax.plan.quantities import Number
 from parallax.plan.seconds import span
 from parallax.plan.traffic import LAX, Term
@@ -34,19 +32,15 @@ class Chosen(NamedTuple):
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
     """The fastest algorithm for what `jax.lax` moves along each axis, one thing after another."""
-    network = networks.of(hardware, layout.devices)
-    names = list(layout.axes)
     found = []
-    for k, axis in enumerate(names):
+    for axis in layout.axes:
         calls = [
             (KINDS[term.collective.__name__], term.nbytes, term.times)
             for term in terms
             if term.axes == (axis,) and term.collective in LAX
         ]
         if calls:
-            # The last axis runs fastest.
-            stride = math.prod(layout.axes[name] for name in names[k + 1 :])
-            taken = networks.choose(calls, network, Group(layout.axes[axis], stride))
+            taken = networks.along(axis, layout.axes, hardware, calls)
             found.append(Chosen(axis, next(iter(taken)), taken))
     return tuple(found)
 

@@ -11,7 +11,7 @@ has the same message by message.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -163,8 +163,9 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     without oversubscription."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
-        shape = hardware.torus or _box(devices, 2 if hardware.name in FLAT else 3)
-        return Torus(shape, hardware.fast)
+        is_slice = math.prod(hardware.torus) == devices > 1
+        dims = 2 if hardware.name in FLAT else 3
+        return Torus(hardware.torus if is_slice else _box(devices, dims), hardware.fast)
     levels = [Level(domain, hardware.fast)] + (
         [Level(devices, hardware.slow)] if devices > domain else []
     )
@@ -277,6 +278,26 @@ def choose(
             for kind, nbytes, count in times
         )
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def along(
+    axis: str,
+    sizes: Mapping[str, int],
+    hardware: Hardware,
+    calls: Sequence[tuple[str, int, int]],
+) -> dict[str, float]:
+    """The seconds of some collectives along one axis of a mesh, as `choose` returns them.
+
+    Args:
+        axis: its name.
+        sizes: of all axes of the mesh; the last runs fastest.
+        hardware: one of the devices.
+        calls: as `choose` takes them.
+    """
+    names = list(sizes)
+    stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+    network = of(hardware, math.prod(sizes.values()))
+    return choose(calls, network, Group(sizes[axis], stride))
 
 
 @functools.lru_cache(maxsize=4096)

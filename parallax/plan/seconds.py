@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from parallax.collectives import cost, halving
 from parallax.collectives.cost import Cost
 from parallax.hardware import Hardware
+from parallax.plan import networks
 
 
 class Seconds(NamedTuple):
@@ -56,11 +57,18 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
         (trace.read + trace.written) / hardware.bandwidth,
     )
     along: dict[tuple[str, ...], float] = {}
+    calls: dict[str, list[tuple[str, int, int]]] = {}  # of `jax.lax`, along one axis
     for message, times in trace.messages.items():
-        taken = times * cost.seconds(
-            _cost(message, trace.mesh), hardware.link(span(trace.mesh, message.axes))
-        )
-        along[message.axes] = along.get(message.axes, 0.0) + taken
+        if message.kind in _LIKE and len(message.axes) == 1:
+            call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
+            calls.setdefault(message.axes[0], []).append(call)
+        else:
+            hop = hardware.link(span(trace.mesh, message.axes))
+            taken = times * cost.seconds(_cost(message, trace.mesh), hop)
+            along[message.axes] = along.get(message.axes, 0.0) + taken
+    for axis, of_axis in calls.items():
+        fastest = min(networks.along(axis, trace.mesh, hardware, of_axis).values())
+        along[axis,] = along.get((axis,), 0.0) + fastest
     found = Seconds(products, passes, along, 0.0)
     return found._replace(share=ideal / found.total if found.total else 0.0)
 
@@ -73,13 +81,19 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
 
 
-# Of `jax.lax`'s own collectives, which have no table: those of halving, which has the fewest rounds
-# of equal bytes.
+# `jax.lax`'s own collectives, which have no table. Along several axes at once they take the time of
+# halving, which has the fewest rounds of equal bytes.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,
     "reduce-scatter": halving.reduce_scatter,
 }
+
+
+def _taken(message: Any, mesh: Mapping[str, int]) -> int:
+    """The bytes of the array that a collective takes, from those of its result."""
+    n, size = math.prod(mesh[name] for name in message.axes), message.bytes
+    return {"all-gather": -(-size // n), "reduce-scatter": size * n}.get(message.kind, size)
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
@@ -89,10 +103,7 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
     if message.kind not in _LIKE:
         return Cost(1, size, size, 1, 0, chain=1)
-    taken = {"all-reduce": size, "all-gather": -(-size // n), "reduce-scatter": size * n}[
-        message.kind
-    ]
-    return cost.of(_LIKE[message.kind], taken, n, itemsize=1)
+    return cost.of(_LIKE[message.kind], _taken(message, mesh), n, itemsize=1)
 
 
 def _rate(dtype: str, hardware: Hardware) -> float:
