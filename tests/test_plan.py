@@ -518,6 +518,15 @@ def test_a_layout_that_does_not_fit_the_model_is_refused():
         plan.plan(gpt2.MEDIUM, Layout(tensor=3), hardware.A100, batch=8)
 
 
+def test_the_table_says_what_zero_leaves_whole():
+    """The width of xl, 1,600, is no multiple of 48."""
+    of = lambda data: str(
+        plan.plan(gpt2.XL, Layout(data=data, zero=1), hardware.A100, batch=4 * data)
+    )
+    assert "ZeRO leaves 100% of the parameters whole: none of their dims divides by 48" in of(48)
+    assert "ZeRO leaves" not in of(64)
+
+
 def test_the_table_has_every_number():
     text = str(plan.plan(gpt2.LARGE, Layout(data=8, tensor=4, zero=1), hardware.A100, batch=64))
     for said in (

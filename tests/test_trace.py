@@ -104,6 +104,27 @@ def test_the_program_agrees():
         )
 
 
+def test_the_transpose_of_a_strided_convolution_counts_as_its_forward_pass():
+    """The zeros between the cotangents are no operations."""
+    world = mesh.abstract(data=2)
+    conv = lambda kernel, x: jnp.sum(
+        lax.conv_general_dilated(x, kernel, (2, 2), "SAME", feature_group_count=1)
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((8, 4, 3, 3), jnp.float32),
+        jax.ShapeDtypeStruct((2, 4, 16, 16), jnp.float32),
+    )
+
+    def counted(f):
+        mapped = mesh.spmd(f, mesh=world, in_specs=(P(), P("data")), out_specs=P("data"))
+        return sum(plan.trace(mapped, shapes, world).operations.values())
+
+    forward = counted(lambda kernel, x: conv(kernel, x)[None])
+    transposed = counted(jax.grad(conv, argnums=1))
+    assert forward == 2 * 8 * 8 * 8 * 4 * 9
+    assert transposed == forward
+
+
 def test_four_thousand_devices():
     began = time.process_time()
     with jax.numpy_dtype_promotion("standard"):

@@ -449,6 +449,17 @@ def _updated(config: Config, layout: Layout) -> int:
 # As text
 
 
+def _unsplit(plan: Plan) -> list[str]:
+    """A line where ZeRO leaves parameters whole, since none of their dims divides."""
+    n = plan.layout.optimizer_shards
+    of_device = leaves(plan.config, plan.layout)
+    whole = sum(leaf.elements for leaf in of_device if not leaf.split)
+    share = whole / sum(leaf.elements for leaf in of_device)
+    if n == 1 or share < 0.01:
+        return []
+    return [f"ZeRO leaves {share:.0%} of the parameters whole: none of their dims divides by {n}"]
+
+
 def _of_memory(memory: Memory) -> list[str]:
     """A line for each sum, and under the temporaries the largest of them."""
     sums = {
@@ -472,6 +483,7 @@ def table(plan: Plan) -> str:
         f"{str(layout) or 'one device'}",
         f"batch {plan.batch} x {plan.config.context} tokens, {layout.sequences(plan.batch)} "
         "sequences in a device's microbatch",
+        *_unsplit(plan),
         "",
         "on each device             bytes",
         *_of_memory(plan.memory),

@@ -73,7 +73,9 @@ def operations(eqn: JaxprEqn) -> int:
         (over, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left.shape[dim] for dim in over)
     kernel = eqn.params["dimension_numbers"].rhs_spec  # of outputs, inputs, then space
-    return 2 * out * math.prod(right.shape[dim] for dim in kernel[1:])
+    terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
+    # The transpose of a strided convolution reads its input with zeros between, which cost nothing.
+    return 2 * terms // math.prod(eqn.params["lhs_dilation"])
 
 
 def is_product(eqn: JaxprEqn) -> bool:
