@@ -14,6 +14,7 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+import live_hardware
 import measure
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -160,7 +161,7 @@ def row(name: str, batch: int, layout: Layout, found: list[plan.Comparison]) -> 
 def times(rounds: int):
     """Predicted and measured times of ten layouts on all eight devices, and how well their orders
     agree."""
-    here = hardware.measured(mesh.make(all=8))
+    here = live_hardware.measured(mesh.make(all=8))
     print(
         f"{here.name}, each of eight: {here.full_rate / 1e9:.3g} GFLOP/s, "
         f"{here.bandwidth / 1e9:.3g} GB/s, a hop {1e6 * here.fast.alpha:.3g} us, a byte "

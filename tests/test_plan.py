@@ -611,7 +611,7 @@ def test_planning_touches_no_device():
 
 @pytest.mark.long
 def test_measured_hardware_is_a_record_like_the_others():
-    here = hardware.measured(mesh.make(data=8), size=64, rounds=2)
+    here = load("live_hardware").measured(mesh.make(data=8), size=64, rounds=2)
     assert here.full_rate > 0
     assert here.link(8) == here.fast
     assert plan.plan(TINY, Layout(data=8), here, batch=8).seconds.total > 0
