@@ -104,6 +104,23 @@ def test_the_program_agrees():
         )
 
 
+def test_a_loop_reads_and_writes_as_often_as_it_runs():
+    """A product of 64 x 64 numbers a trip reads two matrices and writes one."""
+    world = mesh.abstract(data=2)
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def traced(trips):
+        def chain(x, w):
+            return lax.fori_loop(0, trips, lambda _, y: y @ w, x)
+
+        mapped = mesh.spmd(chain, mesh=world, in_specs=(P(), P()), out_specs=P())
+        return plan.trace(mapped, (shape, shape), world)
+
+    few, many = traced(3), traced(10)
+    matrix = 4 * 64**2
+    assert (many.read - few.read, many.written - few.written) == (7 * 2 * matrix, 7 * matrix)
+
+
 def test_the_transpose_of_a_strided_convolution_counts_as_its_forward_pass():
     """The zeros between the cotangents are no operations."""
     world = mesh.abstract(data=2)
