@@ -103,6 +103,7 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
                 "or by_path."
             )
         layers = sizes.pop()
+        # Integer bounds: the groups differ by one layer at most.
         bounds = [layers * k // count for k in range(count + 1)]
 
         def without_blocks(model):

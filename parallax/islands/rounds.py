@@ -112,9 +112,11 @@ def local(
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
-            first = every * k // len(parts)  # of H steps, the one in which the fragment is due
+            # Fragments are due at different steps, so that the traffic is spread over the H steps.
+            first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
             is_due = _is_due(inner.step, first, every)
+            # A delay lets the messages of a round travel while the islands train on.
             if not stream.delay:
                 inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
@@ -128,6 +130,7 @@ def local(
 
 
 def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
+    # Before the first step all islands are equal, and a round would send zeros.
     return (number > 0) & ((number - first) % every == 0)
 
 
@@ -180,6 +183,7 @@ class _Round(eqx.Module):
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
+            # The difference of two near numbers would lose most of the bits of a bfloat16.
             kind = accumulation_dtype(outer.dtype)
             change = outer.astype(kind) - local.astype(kind)
             return jnp.where(is_present, change, jnp.zeros((), kind))
@@ -187,6 +191,7 @@ class _Round(eqx.Module):
         local_weights = self.part.get(_trained(inner.model, state.model))
         delta = jax.tree.map(changed, self.part.get(state.model), local_weights)
         total, error = self._total(delta, state.error[self.k], is_present)
+        # At least 1: without present islands the total is 0, and 0 / 0 would be NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
         return SentChanges(mean, count > 0, is_present[None]), error
 
@@ -220,6 +225,7 @@ class _Round(eqx.Module):
         weights = self.part.get(state.model)
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
+        # Momentum would move the weights even with a change of zero, so both stay as they were.
         weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
         moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
         local = _trained(inner.model, state.model)
@@ -252,6 +258,7 @@ def _trained(model: PyTree, outer: PyTree) -> PyTree:
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
     """Returns `change(both)` if the predicate, the same on all devices, is true; else `both`."""
+    # Both branches of a `cond` must return the same types, with the same varying axes.
     arrays, static = eqx.partition(both, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 

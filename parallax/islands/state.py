@@ -130,6 +130,7 @@ def state_init(
     has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
     def make(arrays):
+        # All islands begin with the same weights, and each has a block of its own from then on.
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
         weights_of = [part.get(weights) for part in parts]
@@ -143,6 +144,7 @@ def state_init(
             tuple(sent),
         )
 
+    # Placed by the compiled function itself, so no device ever holds the blocks of all islands.
     placed = _specs(specs, outer, parts, weights, names, mesh, (has_feedback, waits))
     shardings = trees.shardings(placed, mesh)
     begin = jax.jit(make, out_shardings=shardings)

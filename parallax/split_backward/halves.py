@@ -150,6 +150,7 @@ class Cut(NamedTuple):
         """These results, and the arrays for the second half. `arguments` has those that the first
         half reads."""
         values, of_scans = self.program.constants | arguments, []
+        # The arrays of loops come last, in the order of the steps, as `run_second` reads them.
         for step in self.first:
             if step.loop is None:
                 step.run(self.program.jaxpr, values)
@@ -201,6 +202,7 @@ class CutLoop(NamedTuple):
             for i, variable in enumerate(loop.body.jaxpr.invars)
             if variable in self.trip.reads[half]
         }
+        # Of the carries, a half needs the initial values of those alone that it computes.
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
@@ -246,6 +248,7 @@ class CutLoop(NamedTuple):
             made, handed_on = one_trip(arguments, handed)
             return made[:carried], (made[carried:], handed_on)
 
+        # Trips in the order of the original scan, so that sums round as they did.
         how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         slices = [operands[i] for i in sliced], list(handed)
         carry, (stacked, handed_on) = lax.scan(trip, [operands[i] for i in inits], slices, **how)
@@ -277,10 +280,13 @@ def _cut(
     plan: list[
         tuple[Step, tuple[bool, bool]]
     ] = []  # each step that counts, and whether either half may run it
+    # By default both halves may run an equation: to run a cheap one twice costs less than to store
+    # its result.
     for place, results in counting.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         reads = set(variables_of(eqn.invars))
         if is_barrier(eqn):
+            # Element i of a barrier's results depends on element i of its operands alone.
             pairs = [
                 (atom, out)
                 for atom, out in zip(eqn.invars, eqn.outvars, strict=True)
@@ -299,6 +305,7 @@ def _cut(
         elif reads & late or not _is_cheap(eqn):
             runs_in = (False, True)
         elif reads & made:
+            # Either half could run it: the smaller of its operands and results is stored.
             is_smaller = size(set(eqn.outvars)) <= size(reads & made)
             runs_in = (is_smaller, not is_smaller)
         if runs_in == (True, False):
@@ -310,6 +317,7 @@ def _cut(
     def outputs(places):
         return set(variables_of([jaxpr.outvars[i] for i in places]))
 
+    # From the last to the first: what the second half needs decides what the first hands over.
     second_steps, needed = _chosen(plan, 1, outputs(second), made)
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
@@ -345,6 +353,7 @@ def _cut_loop(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
+        # A result that moves to the first half changes what the first half makes, so try again.
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
         if not made_anyway:
             return CutLoop(loop, trip, (first, second))
