@@ -485,8 +485,8 @@ def _check(schedule: Schedule) -> None:
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
             f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of "
-            "its own in a tick: a table of W, and no stage with two jobs in one tick. Use the "
-            "backward jobs apart into I and W, each in a tick of its own."
+            "its own in a tick: a table of W, and no stage with two jobs in one tick. Split the "
+            "backward jobs into I and W, each in a tick of its own."
         )
     places = np.arange(last + 1)
     # A lane, the places of its jobs, and the lane and the places of the jobs that these need.
