@@ -39,7 +39,7 @@ MODELS = {
     "small": gpt2.SMALL,
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
-# The name of a row, sequences, layout, who moves data ("jit": `jax.jit` with shardings, a rival),
+# The name of a row, sequences, layout, algorithm ("jit": `jax.jit` with shardings, a rival),
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
 # tokens travel (`sequence.overlapping`). Last, the model, where it is not "four".

@@ -30,7 +30,7 @@ TEXT = Path(__file__).resolve().parent / "data" / "state_of_the_union.txt"
 DATA, EXPERTS, K = ring("data"), 8, 2
 LAYERS, WIDTH, HIDDEN = 2, 96, 192
 CONTEXT, BATCH, STEPS = 64, 16, 200
-RATE = 0.003  # by which a bias moves in a step
+RATE = 0.003  # the change of a bias per step
 
 
 def decoder(count, hidden, key):

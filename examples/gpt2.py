@@ -1,20 +1,18 @@
-"""Train a byte-level GPT-2 on real text over data x stage x tensor, on a ring
-all-reduce made of `ppermute`s.
+"""Train a byte-level GPT-2 on real text over data x stage x tensor, with rings of
+`ppermute`s.
 
     python examples/gpt2.py
 
-needs no argument, no network and no accelerator: eight virtual CPU devices, data 2 x
+It needs no argument, no network and no accelerator. Eight virtual CPU devices, data 2 x
 stage 2 x tensor 2 under the 1F1B schedule, learn the State of the Union addresses.
-`--help` lists what can be changed, such as `--data 4 --tensor 2`,
-`--schedule interleaved`, `--all-reduce psum` or `--text FILE`. Without a choice
-`jax.lax` moves the data of a train step; this program asks for a ring along each axis,
-so that every message can be read and counted.
+Useful options are `--data 4 --tensor 2`, `--schedule interleaved`, `--all-reduce psum`
+and `--text FILE`. The default algorithm of a train step is `jax.lax`; this program uses
+a ring along each axis, so that you can read and count every message.
 
-On the back of the envelope: 0.8 M parameters and 16 sequences of 64 bytes are (6 N + 12
-L D T) tokens = 5.5 GFLOP a step, 12 ms at the 450 GFLOP/s of two cores. So small a
-model does not get there: its matrices have 64 to 256 columns on a device, and eight
-devices that take turns on two cores meet in some 300 hops of a few kilobytes. A step
-takes about 0.15 s.
+An estimate: 0.8 M parameters and 16 sequences of 64 bytes are (6 N + 12 L D T) tokens =
+5.5 GFLOP per step, 12 ms at the 450 GFLOP/s of two cores. Such a small model does not
+reach that rate. Its matrices have 64 to 256 columns on a device, and eight devices that
+share two cores exchange some 300 messages of a few kilobytes. A step takes 0.15 s.
 """
 
 import time

@@ -110,7 +110,7 @@ if __name__ == "__main__":
         f"their mean, all-reduced, is the step's: {four.losses[0]:.4f}; one device "
         f"alone has {one.losses[0]:.4f}\n"
     )
-    print("step   1 device  4 devices   (nats a byte)")
+    print("step   1 device  4 devices   (nats per byte)")
     for i in (0, 3, 7, 11, STEPS - 1):
         print(f"{i + 1:4d} {one.losses[i]:10.5f} {four.losses[i]:10.5f}")
     apart = max(abs(a / b - 1) for a, b in zip(four.losses, one.losses, strict=True))

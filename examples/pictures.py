@@ -72,7 +72,7 @@ def memory(
             [held / 1e6 for held in during],
             width=0.7,
             color=COLOURS[0],
-            label="what a step works in",
+            label="temporary memory",
         )
         level = 0.0
         for (what, size), colour in zip(kept.items(), COLOURS[1:], strict=True):
@@ -120,7 +120,7 @@ def losses(name: str, of: Mapping[str, Mapping[int, float]]) -> Path:
             color=colour,
             label=label,
         )
-    axes.set(xlabel="steps", ylabel="held-out loss (nats a token)")
+    axes.set(xlabel="steps", ylabel="held-out loss (nats per token)")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -364,16 +364,16 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def said(plan: Plan) -> str:
-    """Who moves data, in words: stages with a job of their own each use `jax.lax` over
-    tensor, whatever was asked for."""
+    """Returns the collective algorithm as text. Stages that each have a job of their
+    own use `jax.lax` over tensor, whatever the setting."""
     asked = plan.settings.all_reduce
     alone = plan.schedule.per_stage and plan.layout.tensor > 1 and asked != "psum"
     return f"{asked} (psum over tensor)" if alone else asked
 
 
 def chosen(plan: Plan) -> dict[str, Axis]:
-    """Each axis of the mesh, with who moves data along it. `auto` races all all-reduces
-    on each axis, and prints its choice."""
+    """Returns each axis of the mesh with its collective algorithm. `auto` measures all
+    all-reduces on each axis, and prints its choice."""
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
         both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []

@@ -39,108 +39,103 @@ class Settings:
     text: Path = SHIPPED / "state_of_the_union.txt"
     """Any UTF-8 text. Its last tenth is held out."""
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
-    """What a token is: a byte, or one of GPT-2's 50,257 pieces of words."""
+    """The tokens: bytes, or GPT-2's 50,257 pieces of words."""
 
     data: int | None = None
-    """Replicas, among which the batch is split. By default all the devices that the
+    """Replicas, each with its part of the batch. By default all devices that the
     other axes leave."""
     stage: int | None = None
-    """Pipeline stages, among which the layers are split. By default 2 where no axis is
-    given and four divides the devices."""
+    """Pipeline stages, each with its part of the layers. By default 2 if no axis is
+    given and four divides the number of devices."""
     tensor: int | None = None
-    """Devices that share each layer. By default 2 where no axis is given and the
-    devices are even in number."""
+    """Devices that share each layer (tensor parallelism). By default 2 if no axis is
+    given and the number of devices is even."""
     context: int = 1
-    """Devices among which the tokens of each sequence are split; attention goes round
-    them."""
+    """Devices that share the tokens of each sequence, by ring attention."""
     devices: int = 8
-    """Virtual CPU devices to make. GPUs or TPUs, where there are any, are used instead,
-    all of them."""
+    """The number of virtual CPU devices. If there are GPUs or TPUs, the run uses all
+    of those instead."""
     all_reduce: Literal["ring", "psum", "auto"] = "ring"
-    """Who adds up, scatters and gathers over devices: our ring, XLA's own collectives,
-    or at each size what is fastest here."""
+    """The collective algorithm: a ring, XLA's own collectives, or the fastest one for
+    each size, measured at the start."""
     microbatches: int = 4
-    """Parts of each replica's batch, one after another, or one behind another in the
-    pipeline; gradients are accumulated."""
+    """Microbatches of each replica's batch, whose gradients are accumulated."""
     schedule: str = "one_f_one_b_lockstep"
-    """The pipeline's: `gpipe`, `one_f_one_b` or `zero_bubble`, these two with
-    `_lockstep`, `interleaved`, or your FILE.csv."""
+    """The pipeline schedule: `gpipe`, `one_f_one_b`, `one_f_one_b_lockstep`,
+    `zero_bubble`, `zero_bubble_lockstep`, `interleaved`, or your FILE.csv."""
     chunks: int | None = None
-    """Chunks of layers on each stage, taken in turn; more than 1 is the interleaved
-    pipeline."""
+    """Chunks of layers on each stage. More than 1 makes the pipeline interleaved."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What replicas split instead of copying: 1 the optimizer's state, 2 the sums of
-    gradients too, 3 the parameters too."""
+    """The ZeRO stage: 1 splits the optimizer's state over the replicas, 2 also the sums
+    of gradients, 3 also the parameters."""
     sequence: bool = False
-    """Split the residual stream by tokens over the tensor axis."""
+    """Split the residual stream by tokens over the tensor axis (sequence parallel)."""
     split_sends: bool = False
-    """Let each device of the tensor axis send its part of what goes from stage to
-    stage: for stages on different machines."""
+    """Let each device of the tensor axis send its part of the messages between stages.
+    It helps if stages are on different machines."""
     precision: Literal["full", "bfloat16", "float16"] = "full"
-    """What the model computes in, beside parameters in float32; float16 scales the
-    loss."""
+    """The precision of the computation; parameters stay in float32, and float16 scales
+    the loss."""
     remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = (
         "none"
     )
-    """What the backward pass computes again: what was gathered, attention, all but
-    products, or all of a block or a stage."""
+    """Activations that the backward pass computes again (remat): gathered parameters,
+    attention, all but matmuls, or all of a block or a stage."""
 
     steps: int = 300
     """Optimizer steps."""
     compare: int | None = None
-    """First steps that one device computes too, to compare the losses. By default 3 for
-    the model `tiny`, and 0 for larger ones."""
+    """The number of first steps that one device computes too, to compare the losses.
+    By default 3 for the model `tiny`, and 0 for larger ones."""
     batch: int = 16
-    """Sequences in a step, on all devices together."""
+    """Sequences per step, on all devices together."""
     length: int | None = None
-    """Tokens in a sequence. By default the model's context; more lengthens that."""
+    """Tokens per sequence. By default the model's context; more extend the context."""
     learning_rate: float = 3e-3
-    """The peak of the schedule: a tenth of the steps of warm-up, at most 100, then a
-    cosine down to a tenth."""
+    """The peak learning rate. The warm-up takes a tenth of the steps, at most 100; then
+    a cosine falls to a tenth of the peak."""
     seed: int = 0
-    """Of the weights, the order of the text, dropout and the sample. The same seed
-    gives the same losses, on any layout."""
+    """The seed of the weights, the order of the text, dropout and the sample. The same
+    seed gives the same losses, on any layout."""
 
     skip_budget: int = 10
-    """Steps that may be skipped, since their loss or gradient was not finite, before
+    """The number of skipped steps, whose loss or gradient was not finite, after which
     the run stops."""
     evaluate_every: int = 75
-    """Steps from one held-out loss to the next; there is one at the end in any case."""
+    """Steps from one held-out loss to the next. The run ends with one in any case."""
     evaluate_tokens: int = 65536
-    """About how many held-out tokens to evaluate on: always the first ones."""
+    """The approximate number of held-out tokens, always the first ones."""
     prompt: str = "My fellow Americans, "
-    """What the sample at the end goes on from."""
+    """The text that the sample at the end continues."""
     out: Path = Path("out/gpt2")
-    """Folder for checkpoints, metrics and pictures. One that holds this run goes on
-    from its last checkpoint."""
+    """The folder for checkpoints, metrics and pictures. If it holds this run already,
+    the run continues from its last checkpoint."""
     checkpoint_every: int = 100
-    """The most steps that a run killed at any moment has to compute again; saves begin
-    twice as often."""
+    """The most steps that a killed run computes again. Saves begin twice as often."""
     keep: int = 2
-    """How many of the newest checkpoints stay."""
+    """The number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """The checkpoints of steps that are multiples of this one stay for good."""
+    """Also keep the checkpoints of steps that are multiples of this number."""
     fingerprint_every: int = 0
-    """Steps from one comparison of the devices' copies of the state to the next, to
-    find a bit that turned; 0 makes none."""
+    """Steps from one comparison of the devices' copies of the state to the next, which
+    finds a flipped bit; 0 makes none."""
     rollback_budget: int = 3
-    """Times that the run goes back to a checkpoint, since copies differ or losses
-    spike, before it stops."""
+    """The number of returns to a checkpoint, because copies differ or losses spike,
+    after which the run stops."""
     spike_factor: float | None = None
     """A loss above this many times its running median is a spike, and its step is
     skipped. By default none is."""
     spike_budget: int = 3
-    """Spikes in 64 steps after which the run goes back to a checkpoint from before, and
-    past their batches."""
+    """The number of spikes in 64 steps after which the run returns to an earlier
+    checkpoint and skips their batches."""
     watchdog: float = 600.0
-    """Seconds that a step may take before the rank that holds it up is named and the
-    job ends."""
+    """The most seconds of a step. After that the job ends and names the slow rank."""
     connect: float = 300.0
-    """Seconds within which all processes connect."""
+    """The most seconds until all processes are connected."""
     start_up: float = 1800.0
-    """Seconds that may pass from there to the second step."""
+    """The most seconds from the connection to the second step."""
     profile: str | None = None
-    """`FIRST:LAST` steps to write a profiler's trace of, into OUT/profile."""
+    """Steps `FIRST:LAST` whose profiler trace is written into OUT/profile."""
     tensorboard: bool = False
     """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
     wandb: str | None = None

@@ -153,7 +153,7 @@ def terms(
         config: the model's sizes.
         layout: which devices share what.
         batch: sequences in the global batch.
-        axes: who moves data along which axis, as in `Compute`.
+        axes: the collective algorithm of each axis, as in `Compute`.
         short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU
             backend sends 4).
         itemsize: bytes of a parameter, and of a number that is computed in full precision.

@@ -148,7 +148,7 @@ def compared(
     Args:
         tree: local blocks.
         specs: of each array, a tree like it.
-        axis: all axes along which to compare, with who moves the data: of a whole mesh,
+        axis: all axes along which to compare, with their algorithm: of a whole mesh,
             `mesh.axis_names`.
 
     Raises:
