@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import mesh
 from parallax.run import stored
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 
 DEVICES = 8
 GOALS = {"save": 1.2, "restore": 1.5}  # times what Orbax alone takes
@@ -129,7 +130,7 @@ def row(
     one_step()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Checkpoints(Path(folder), settings={}, keep=1, say=lambda line: None) as store,
+        Checkpoints(Path(folder), settings={}, keep=Retention(1), say=lambda line: None) as store,
     ):
         for number in range(rounds + 1):  # the first one makes the folders and the memory
             start = time.perf_counter()

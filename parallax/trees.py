@@ -1,8 +1,8 @@
 """The leaves of a tree: their paths, their `PartitionSpec`s, and whether they are arrays."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,6 +13,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from parallax._typing import PyTree
 
 AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
+
+
+class DiskForm(NamedTuple):
+    """The form in which a state is stored, for `run.checkpoint.Checkpoints`.
+
+    Attributes:
+        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it
+            is compiled.
+        from_disk: its inverse.
+    """
+
+    to_disk: Callable[[PyTree], PyTree]
+    from_disk: Callable[[PyTree], PyTree]
 
 
 def is_array(leaf: Any) -> bool:

@@ -29,6 +29,7 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  (seconds, once)
 
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 
 OPERATIONS = {
     "os.rename": (0, 1),
@@ -119,7 +120,7 @@ def only_checkpoints(folder: Path, done: Callable[[int], object]) -> int:
     """A loop with nothing but its checkpoints, of which two stay. Returns the step that it went on
     from."""
     with Checkpoints(
-        folder / "checkpoints", settings={"seed": 0}, keep=2, say=lambda line: None
+        folder / "checkpoints", settings={"seed": 0}, keep=Retention(2), say=lambda line: None
     ) as checkpoints:
         restored = checkpoints.restore(state_of(0))
         first = 0 if restored is None else restored.step

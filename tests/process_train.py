@@ -30,6 +30,7 @@ from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.run import metrics, processes
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 from parallax.run.watchdog import Watchdog
 
 CONFIG = gpt2.Config(
@@ -144,8 +145,8 @@ def train(job: processes.Job, options) -> None:
         options.folder / "checkpoints",
         settings={"seed": options.seed},
         lose_at_most=2 * options.every,
-        keep=2,
-        **on_disk(layout),
+        keep=Retention(2),
+        form=on_disk(layout),
     )
     restored = checkpoints.restore(state)
     first, note = (0, {}) if restored is None else (restored.step, restored.note)
@@ -221,9 +222,9 @@ def say(job, words):
 
 def whole(job, state, axes, layout, path):
     """The end of the run, on the host, in the form that all layouts share."""
-    state = jax.jit(
-        on_disk(layout).get("to_disk", lambda state: state), out_shardings=mesh.shardings(P(), axes)
-    )(state)
+    form = on_disk(layout)
+    to_disk = (lambda state: state) if form is None else form.to_disk
+    state = jax.jit(to_disk, out_shardings=mesh.shardings(P(), axes))(state)
     if job.rank == 0:
         leaves: Any = {
             jax.tree_util.keystr(at): np.asarray(leaf)

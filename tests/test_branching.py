@@ -366,16 +366,16 @@ def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, da
 
     held = state_of(layers | {"w": on_stages(layers["w"], placement)})
     form = pipeline.stored(lambda model: model["blocks"], placement, table=table)
-    disk = form["to_disk"](held)
+    disk = form.to_disk(held)
     np.testing.assert_array_equal(disk.model["blocks"]["w"], layers["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == layers["w"].shape
-    back = form["from_disk"](disk)
+    back = form.from_disk(disk)
     jax.tree.map(
         np.testing.assert_array_equal, *(eqx.filter(state, mesh.is_array) for state in (back, held))
     )
     if not uneven:
         elsewhere = looped_placement(placement.shape[1], placement.shape[0])
-        moved = pipeline.stored(lambda model: model["blocks"], elsewhere)["from_disk"](disk)
+        moved = pipeline.stored(lambda model: model["blocks"], elsewhere).from_disk(disk)
         np.testing.assert_array_equal(moved.model["blocks"]["w"], on_stages(layers["w"], elsewhere))
 
 

@@ -32,6 +32,7 @@ from parallax.models import decoder, gpt2
 from parallax.run import checkpoint, retention, stored
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 
 SETTINGS = {"width": 16, "seed": 0}
 
@@ -223,7 +224,7 @@ def test_the_state_may_be_donated_at_once(tmp_path):
 
 
 def test_keeps_the_last_and_every_nth(tmp_path):
-    saved(tmp_path, range(1, 11), keep=2, keep_every=4)
+    saved(tmp_path, range(1, 11), keep=Retention(2, every=4))
     assert checkpoints(tmp_path).steps() == [4, 8, 9, 10]
 
 
@@ -236,7 +237,7 @@ def test_what_killed_runs_left_goes_with_the_next_save(tmp_path):
         records.begin(tmp_path / name, records.Record(2, SETTINGS, {}, {}, {}))
         (tmp_path / name / "arrays.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "00000000").mkdir()  # killed before it said what it would be
-    with checkpoints(tmp_path, keep=2) as store:
+    with checkpoints(tmp_path, keep=Retention(2)) as store:
         assert store.restore(small_state()).step == 1
         store.save(3, small_state(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -268,7 +269,7 @@ def test_a_removal_that_is_cut_short_says_whose_it_was(tmp_path, monkeypatch):
 
 
 def test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was(tmp_path):
-    with checkpoints(tmp_path, keep=2) as store:
+    with checkpoints(tmp_path, keep=Retention(2)) as store:
         for number in range(1, 9):
             store.save(
                 number,
@@ -278,10 +279,10 @@ def test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was(tmp_path)
             store.wait()
             assert (3 in store.steps()) == (3 <= number < 6)
     assert store.steps() == [6, 7, 8]
-    with checkpoints(tmp_path / "other", keep=9) as store:
+    with checkpoints(tmp_path / "other", keep=Retention(9)) as store:
         for number in range(1, 5):
             store.save(number, small_state(number), evaluated=2.0 if number in (2, 3) else None)
-    with checkpoints(tmp_path / "other", keep=1) as store:
+    with checkpoints(tmp_path / "other", keep=Retention(1)) as store:
         store.save(5, small_state(5))
     assert store.steps() == [3, 5]
 
@@ -292,7 +293,7 @@ STRANGERS = ("7", "00000001", "old.replaced", "00000001.replaced", "notes.replac
 def test_what_this_run_did_not_make_stays(tmp_path):
     """Folders of the user's with such names, with and without a file; through a link; another run's
     checkpoint at our step."""
-    run, elsewhere = tmp_path / "run", saved(tmp_path / "elsewhere", [2, 3, 4], keep=9)
+    run, elsewhere = tmp_path / "run", saved(tmp_path / "elsewhere", [2, 3, 4], keep=Retention(9))
     theirs = saved(tmp_path / "theirs", [4], run=SETTINGS | {"width": 32})
     for name in STRANGERS:
         (run / name / "deep").mkdir(parents=True)
@@ -306,7 +307,7 @@ def test_what_this_run_did_not_make_stays(tmp_path):
         for path in tmp_path.rglob("*")
         if path.is_file() and path.name != "newest.json"
     }
-    with checkpoints(run, keep=1) as store:
+    with checkpoints(run, keep=Retention(1)) as store:
         assert store.restore(small_state()).step == 2  # ours, by a link
         for number in (3, 4, 5, 6):
             store.save(number, small_state(number))
@@ -322,8 +323,8 @@ def test_what_this_run_did_not_make_stays(tmp_path):
 
 
 def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_by(tmp_path):
-    saved(tmp_path, [2, 4, 6], keep=5)
-    with checkpoints(tmp_path, keep=5) as store:
+    saved(tmp_path, [2, 4, 6], keep=Retention(5))
+    with checkpoints(tmp_path, keep=Retention(5)) as store:
         assert store.restore(small_state(), before=4).step == 2
         assert store.restore(small_state(), before=5).step == 4
         store.save(5, small_state(5))
@@ -405,7 +406,7 @@ def resealed(path, **changes):
 def test_another_format_is_refused_in_a_sentence_and_stays(tmp_path):
     saved(tmp_path)
     resealed(tmp_path / "00000002" / "manifest.json", format=5)
-    with checkpoints(tmp_path, keep=1) as store:
+    with checkpoints(tmp_path, keep=Retention(1)) as store:
         restored = store.restore(small_state())
         assert (
             "it is of format 5, and this program reads format 4. Use the version that wrote it"
@@ -541,14 +542,14 @@ def test_steps_do_not_go_back(tmp_path):
 
 
 def test_a_damaged_one_is_replaced_when_the_run_comes_by_again(tmp_path):
-    saved(tmp_path, [1, 2, 3], keep=2)
+    saved(tmp_path, [1, 2, 3], keep=Retention(2))
     for number in (2, 3):
         damage("bit", tmp_path, number, random.Random(number))
     with pytest.raises(checkpoint.Refused):
         checkpoints(tmp_path).restore(small_state())
     saved(tmp_path / "other", [1])
     shutil.copytree(tmp_path / "other" / "00000001", tmp_path / "00000001")
-    with checkpoints(tmp_path, keep=2) as store:
+    with checkpoints(tmp_path, keep=Retention(2)) as store:
         assert store.restore(small_state()).step == 1
         for number in (2, 3, 4):
             store.save(number, small_state(number))
@@ -623,9 +624,8 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0}, "keep and keep_every of 1 or more; got keep=0"),
-        ({"keep_every": 0}, "got keep=3, keep_every=0"),
-        ({"to_disk": lambda state: state}, "both to_disk and from_disk"),
+        ({"keep": Retention(0)}, r"of 1 or more to keep; got Retention\(newest=0"),
+        ({"keep": Retention(every=0)}, r"got Retention\(newest=3, every=0\)"),
         ({"tries": 0}, "tries of 1 or more; got 0"),
     ],
 )
@@ -712,10 +712,10 @@ def over_layouts(folder, names, state):
     state on the last one."""
     reference = on_host(names[0], state)
     for number, (name, other) in enumerate(pairwise(names)):
-        with checkpoints(folder / str(number), **form(LAYOUTS[name])) as store:
+        with checkpoints(folder / str(number), form=form(LAYOUTS[name])) as store:
             store.save(2, state)
         like = start(other)[0]
-        state = checkpoints(folder / str(number), **form(LAYOUTS[other])).restore(like).state
+        state = checkpoints(folder / str(number), form=form(LAYOUTS[other])).restore(like).state
         jax.tree.map(np.testing.assert_array_equal, on_host(other, state), reference)
         assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
     return state

@@ -134,10 +134,10 @@ def test_it_goes_on_elsewhere_and_writes(tmp_path):
     made = prepared(first)
     state, found = trained(first, made.init(), made.train, range(2))
     options = {"settings": {}, "say": lambda line: None}
-    with Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, first)) as store:
+    with Checkpoints(tmp_path, **options, form=decoder.stored(bare.FAMILY, first)) as store:
         store.save(2, state)
     other = prepared(second)
-    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(
+    restored = Checkpoints(tmp_path, **options, form=decoder.stored(bare.FAMILY, second)).restore(
         other.shapes
     )
     state, last = trained(second, restored.state, other.train, [2])
@@ -174,11 +174,11 @@ def test_a_pipeline_in_the_shape_of_a_v_goes_on_elsewhere(tmp_path):
     np.testing.assert_allclose(evaluate(state.model, windows(3)), expected, rtol=EXACT)
     options = {"settings": {}, "say": lambda line: None}
     with Checkpoints(
-        tmp_path, **options, **decoder.stored(bare.FAMILY, first, schedule=table)
+        tmp_path, **options, form=decoder.stored(bare.FAMILY, first, schedule=table)
     ) as store:
         store.save(2, state)
     other = prepared(second)
-    restored = Checkpoints(tmp_path, **options, **decoder.stored(bare.FAMILY, second)).restore(
+    restored = Checkpoints(tmp_path, **options, form=decoder.stored(bare.FAMILY, second)).restore(
         other.shapes
     )
     state, last = trained(second, restored.state, other.train, [2])

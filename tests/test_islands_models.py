@@ -124,7 +124,7 @@ def goes_on(folder, count=2, was=2, kill_at=None):
     saved = on_islands.stored(gpt2.FAMILY, Layout.parse("stage=2,microbatches=2"))
     with (
         jax.numpy_dtype_promotion("standard"),
-        Checkpoints(folder, settings={}, **saved, say=lambda line: None) as checkpoints,
+        Checkpoints(folder, settings={}, form=saved, say=lambda line: None) as checkpoints,
     ):
         like = made.shapes if was == count else islands.shapes_for_islands(made.shapes, was)
         restored = checkpoints.restore(like)

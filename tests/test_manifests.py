@@ -18,6 +18,7 @@ from test_checkpoint import SETTINGS, assert_equal, checkpoints, saved, small_st
 from parallax import _files
 from parallax.data import manifest
 from parallax.run import checkpoint
+from parallax.run.retention import Retention
 
 DRAWS = 300
 DEEP = 200_000  # lists in lists
@@ -230,7 +231,7 @@ def test_a_manifest_that_is_a_folder_is_refused_and_goes_when_it_is_old(folder):
     path.unlink()
     path.mkdir()
     assert f"{path}: needed a manifest, found a folder" in refused(folder)
-    with checkpoints(folder, keep=1) as store:
+    with checkpoints(folder, keep=Retention(1)) as store:
         store.restore(small_state())
         store.save(3, small_state(3))
     assert store.steps() == [3]
@@ -281,7 +282,7 @@ def test_folders_of_other_names_are_left_alone(folder):
     for name in ("5", "000000003", "99999999999", "\u0663" * 8):
         (folder / name).mkdir()
     assert checkpoints(folder).restore(small_state()).step == 2
-    saved(folder, [3], keep=1)
+    saved(folder, [3], keep=Retention(1))
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 5
 
 

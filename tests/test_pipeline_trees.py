@@ -430,14 +430,14 @@ def test_a_state_of_any_model_goes_to_disk_and_back():
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
     state = step.State(model, optimizer, jnp.zeros((), jnp.int32))
     form = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2), table=table)
-    disk = form["to_disk"](state)
+    disk = form.to_disk(state)
     np.testing.assert_array_equal(disk.model["blocks"]["w"], blocks["w"])
     assert disk.optimizer[0].mu["blocks"]["w"].shape == (5, 3)
     assert disk.model["own"]["blocks"].shape == (
         2,
         4,
     )  # its path ends alike, and it is not one of them
-    back = form["from_disk"](disk)
+    back = form.from_disk(disk)
     jax.tree.map(
         np.testing.assert_array_equal,
         eqx.filter(back, eqx.is_array),
@@ -445,4 +445,4 @@ def test_a_state_of_any_model_goes_to_disk_and_back():
     )
     even = pipeline.stored(lambda model: model["blocks"], looped_placement(2, 2))
     shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
-    assert shapes(even["from_disk"](even["to_disk"](state))) == shapes(state)
+    assert shapes(even.from_disk(even.to_disk(state))) == shapes(state)

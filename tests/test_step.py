@@ -380,7 +380,8 @@ def test_evaluation_is_the_loss_without_dropout(layout, algorithm):
         jnp.arange(BATCH * 9, dtype=jnp.int32).reshape(BATCH, 9) % 30,
     )
     plain = gpt2.loss(model, (windows, None))
-    split = decoder.stored(gpt2.FAMILY, layout).get("from_disk", lambda model: model)(model)
+    form = decoder.stored(gpt2.FAMILY, layout)
+    split = model if form is None else form.from_disk(model)
     loss = decoder.loss_step(
         gpt2.FAMILY, config, layout, on(layout), compute=decoder.Compute(axes=moved_by(algorithm))
     )(split, windows)

@@ -18,6 +18,7 @@ from parallax import mesh
 from parallax.run import barriers, stored, writer
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 
 pytestmark = pytest.mark.filterwarnings(
     # Of Orbax, which a failure leaves in the middle.
@@ -97,7 +98,7 @@ def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, f
     """
     said, untold, step = [], set(), 0
     double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
-    with Checkpoints(tmp_path, settings={}, keep=1, say=said.append) as store:
+    with Checkpoints(tmp_path, settings={}, keep=Retention(1), say=said.append) as store:
         for operation in range(every + 1, 400, 12):
             step += 1
             state = state_of(step)

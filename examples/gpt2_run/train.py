@@ -30,6 +30,7 @@ from parallax.data import prefetch
 from parallax.models import decoder, gpt2
 from parallax.run import fingerprint, lock, metrics, processes
 from parallax.run.checkpoint import Checkpoints
+from parallax.run.retention import Retention
 from parallax.run.spikes import Spiked, Spikes
 from parallax.run.watchdog import Watchdog
 
@@ -167,16 +168,12 @@ def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
 def checkpoints_of_run(plan: Plan) -> Checkpoints:
     """The checkpoints in the folder of the run, which any layout can read."""
     s = plan.settings
-    form: dict[str, Any] = decoder.stored(
-        gpt2.FAMILY, plan.layout, schedule=plan.schedule
-    )
     return Checkpoints(
         s.out / CHECKPOINTS,
         settings=plan.numbers,
         lose_at_most=s.checkpoint_every,
-        keep=s.keep,
-        keep_every=s.keep_every,
-        **form,
+        keep=Retention(newest=s.keep, every=s.keep_every),
+        form=decoder.stored(gpt2.FAMILY, plan.layout, schedule=plan.schedule),
     )
 
 

@@ -33,6 +33,7 @@ from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import PLAIN, Compute, Setup
 from parallax.schedule import Schedule
 from parallax.step import Info, Planned, State, Step, make, planned
+from parallax.trees import DiskForm
 
 __all__ = [
     "PLAIN",
@@ -322,22 +323,20 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
-def stored(
-    family: Family, layout: Layout, *, schedule: Schedule | None = None
-) -> dict[str, Callable[..., Any]]:
-    """How a state goes into a checkpoint that any layout can read, and back: arguments for
-    `run.checkpoint.Checkpoints`.
+def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
+    """The form of a state in a checkpoint that any layout can read, for
+    `run.checkpoint.Checkpoints`; None without a pipeline, where a state is stored as it is.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
     blocks are stored as [L, ...], in the order of the model. `schedule` is that of `Compute`, where
     the step has one: it says where its chunks are.
     """
     if not layout.pipelined:
-        return {}
-    return {
-        "to_disk": _on_blocks(family, _out_of_stages(layout, schedule)),
-        "from_disk": _on_blocks(family, _into_stages(layout, schedule)),
-    }
+        return None
+    return DiskForm(
+        to_disk=_on_blocks(family, _out_of_stages(layout, schedule)),
+        from_disk=_on_blocks(family, _into_stages(layout, schedule)),
+    )
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:

@@ -24,6 +24,7 @@ from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Family
 from parallax.schedule import Schedule
+from parallax.trees import DiskForm
 
 
 class TrainStep(NamedTuple):
@@ -94,10 +95,8 @@ def train_step(
     return TrainStep(lambda model=None: state.init(one_island.init(model)), state.shapes, train)
 
 
-def stored(
-    family: Family, layout: Layout, *, schedule: Schedule | None = None
-) -> dict[str, Callable[..., Any]]:
-    """Returns how a state of islands goes into a checkpoint that any layout can read, and back, as
+def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
+    """Returns the form of a state of islands in a checkpoint that any layout can read, as
     `decoder.stored`.
     """
 

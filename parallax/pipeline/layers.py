@@ -228,8 +228,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
-) -> dict[str, Callable[..., Any]]:
-    """Arguments for `Checkpoints` that store the blocks of a state's model, [v, L / v, ...], as
+) -> trees.DiskForm:
+    """The form, for `Checkpoints`, that stores the blocks of a state's model, [v, L / v, ...], as
     [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
@@ -273,4 +273,4 @@ def stored(
 
         return converted
 
-    return {"to_disk": on_blocks(to_disk, 2), "from_disk": on_blocks(from_disk, 1)}
+    return trees.DiskForm(on_blocks(to_disk, 2), on_blocks(from_disk, 1))

@@ -35,8 +35,9 @@ from parallax.run import lock, retention, stored
 from parallax.run import record as records
 from parallax.run.barriers import LONG
 from parallax.run.record import ARRAYS, MANIFEST, Record
-from parallax.run.retention import NEWEST
+from parallax.run.retention import NEWEST, Retention
 from parallax.run.writer import Writer, orbax
+from parallax.trees import DiskForm
 
 NONE = -1  # no checkpoint, where a step is told to other processes
 TOLD = 1000  # bytes of what one process tells the others
@@ -84,12 +85,10 @@ class Checkpoints:
         lose_at_most: steps that a job killed at any moment may have to compute again. A save takes
             its time beside the steps, so one begins every half of these, and ends before the next
             begins.
-        keep: how many of the newest checkpoints stay.
-        keep_every: the checkpoints of steps that are multiples of this one stay for good.
-        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it
-            is compiled. The default stores the state as it is. For a pipeline, what joins the
-            blocks of its chunks, as `decoder.stored` gives it.
-        from_disk: its inverse.
+        keep: which of the finished checkpoints stay.
+        form: the form that all layouts share, in which a state is stored. None stores the state as
+            it is. For a pipeline, the one that joins the blocks of its chunks, as `decoder.stored`
+            gives it.
         finite: which arrays must be finite, by their path: no others are stored or restored. By
             default all; a mask of -inf, or an optimizer's best value that begins at inf, may be
             left out.
@@ -100,8 +99,7 @@ class Checkpoints:
         say: prints a line on the first process, or on the one that met an error.
 
     Raises:
-        ValueError: `keep`, `keep_every` or `tries` is below 1, `lose_at_most` below 2, or one of
-            `to_disk` and `from_disk` is given without the other.
+        ValueError: a number of `keep`, or `tries`, is below 1, or `lose_at_most` below 2.
         ImportError: Orbax is not installed.
     """
 
@@ -111,19 +109,14 @@ class Checkpoints:
         *,
         settings: Mapping[str, Any],
         lose_at_most: int = 100,
-        keep: int = 3,
-        keep_every: int | None = None,
-        to_disk: Callable[[PyTree], PyTree] | None = None,
-        from_disk: Callable[[PyTree], PyTree] | None = None,
+        keep: Retention = Retention(),  # noqa: B008
+        form: DiskForm | None = None,
         finite: Callable[[str], bool] = lambda path: True,
         tries: int = 8,
         say: Callable[[str], Any] = print,
     ):
-        if keep < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(
-                f"Checkpoints needs keep and keep_every of 1 or more; got keep={keep}, "
-                f"keep_every={keep_every}."
-            )
+        if keep.newest < 1 or (keep.every is not None and keep.every < 1):
+            raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
         if tries < 1:
             raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
@@ -131,17 +124,12 @@ class Checkpoints:
                 f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To "
                 f"lose 1, save and wait after each."
             )
-        if (to_disk is None) != (from_disk is None):
-            raise ValueError(
-                "Checkpoints needs both to_disk and from_disk, each the inverse of the other, "
-                "or neither."
-            )
         self.folder = Path(folder).absolute()
         self.settings = json.loads(json.dumps(settings))
-        self.lose_at_most, self.keep, self.keep_every = lose_at_most, keep, keep_every
-        self.to_disk, self.from_disk, self.finite = to_disk, from_disk, finite
+        self.lose_at_most, self.keep = lose_at_most, keep
+        self.form, self.finite = form, finite
         self.refused: dict[int, ValueError] = {}
-        self._saved = eqx.filter_jit(to_disk or (lambda state: state))
+        self._saved = None if form is None else eqx.filter_jit(form.to_disk)
         self._say = say if jax.process_index() == 0 else lambda line: None
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
@@ -208,7 +196,7 @@ class Checkpoints:
                 checkpoint.
         """
         self.wait()
-        arrays, numbers = stored.stored(state if self.to_disk is None else self._saved(state))
+        arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
         lost = self._lost(
             arrays
         )  # while Orbax begins to write: it waits for the disk, and the cores are idle
@@ -238,9 +226,7 @@ class Checkpoints:
 
     def _sealed(self, step: int) -> None:
         self.refused.pop(step, None)
-        retention.prune(
-            self.folder, self.settings, self.refused, keep=self.keep, keep_every=self.keep_every
-        )
+        retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
@@ -372,7 +358,7 @@ class Checkpoints:
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
         like = stored.shapes(like)
-        wanted = like if self.to_disk is None else stored.converted(self.to_disk, like)
+        wanted = like if self.form is None else stored.converted(self.form.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(
             self._path(step),
@@ -400,9 +386,9 @@ class Checkpoints:
                 f"{retention.listed(lost)}."
             )
         state = stored.found(wanted, found, record.numbers)
-        if self.from_disk is None:
+        if self.form is None:
             return state
-        return stored.placed(self.from_disk, state, like)
+        return stored.placed(self.form.from_disk, state, like)
 
     def _path(self, step: int) -> Path:
         return retention.path_of(self.folder, step)

@@ -7,13 +7,25 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallax.data import manifest
 from parallax.run import record as records
 from parallax.run.record import CONTENTS, MANIFEST
 
 NEWEST, OLD = "newest.json", ".replaced"
+
+
+class Retention(NamedTuple):
+    """Which finished checkpoints stay.
+
+    Attributes:
+        newest: how many of the newest ones.
+        every: those of steps that are multiples of this one stay for good; None: none of them.
+    """
+
+    newest: int = 3
+    every: int | None = None
 
 
 class Later(ValueError):
@@ -105,16 +117,14 @@ def prune(
     folder: Path,
     settings: Mapping[str, Any],
     refused: Mapping[int, ValueError],
-    *,
-    keep: int,
-    keep_every: int | None,
+    retention: Retention,
 ) -> None:
     """Removes this run's finished checkpoints beyond those to keep, and what its unfinished and
     replaced ones left behind.
 
-    The newest `keep` stay, those of every so many steps, and the newest one whose loss was
-    measured. A refused checkpoint stays until a newer one is good; where no damage was found in it,
-    it stays for ever. At least one is finished.
+    Those of `retention` stay, and the newest one whose loss was measured. A refused checkpoint
+    stays until a newer one is good; where no damage was found in it, it stays for ever. At least
+    one is finished.
     """
     # Asked once for each: one that cannot be read now is nobody's and stays, and must not go when
     # it can be a moment later.
@@ -128,14 +138,16 @@ def prune(
         for step in reversed(finished(folder))
         if step not in refused and path_of(folder, step) in ours
     )
-    newest = list(itertools.islice(good, keep))
+    newest = list(itertools.islice(good, retention.newest))
     if not newest:
         return
 
     def stays(step):
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
-        return step in newest or (keep_every is not None and step % keep_every == 0)
+        if step in newest:
+            return True
+        return retention.every is not None and step % retention.every == 0
 
     going = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
