@@ -1,5 +1,5 @@
-"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and the caller's
-line."""
+"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and what is known of
+values on the way through."""
 
 import functools
 import operator
@@ -9,25 +9,13 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
-import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.collectives import types as collective_types
 
-_HOUSE = os.path.dirname(__file__) + os.sep
-_ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
-_LIBRARIES = tuple(
-    os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping)
-)
-_STANDARD, _INSTALLED = (
-    sysconfig.get_path("stdlib") + os.sep,
-    sysconfig.get_path("purelib") + os.sep,
-)
-
+_BELOW = (os.path.dirname(str(jax.__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 
 # Primitives that compute each element of their result from the same element of their operands
 # fmt: off
@@ -61,7 +49,6 @@ LAID_OUT = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 )  # of equal numbers: equal numbers
 
-UNKNOWN = "unknown line"
 COUNTED = re.compile(
     r"/(\w+)\.(\d+)_of_(\d+)/while\""
 )  # how a compiled program names a loop in a `counted_scope`
@@ -375,68 +362,20 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def _frames(eqn: JaxprEqn) -> Sequence[Any]:
+def frames(eqn: JaxprEqn) -> Sequence[Any]:
     """Returns the calls that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
     return traceback.frames if traceback else ()
 
 
-def source(eqn: JaxprEqn) -> str:
-    """Returns the caller's innermost line that made an equation, "file.py:12"; else this
-    library's."""
-    ours = UNKNOWN
-    for frame in _frames(eqn):
-        name = frame.file_name
-        if name.startswith(_ROOMS[0]):  # from here on, the callers of the lint
-            break
-        line = f"{name}:{frame.line_num}"
-        if _is_callers(name):
-            return line
-        if ours == UNKNOWN and name.startswith(_HOUSE) and not name.startswith(_ROOMS):
-            ours = line
-    return ours
-
-
 def origin(eqn: JaxprEqn) -> str:
     """Returns the innermost line outside JAX that made an equation, "clipping.py:77"; "" if
     unknown."""
-    for frame in _frames(eqn):
+    for frame in frames(eqn):
         name = frame.file_name
-        if name.endswith(".py") and not name.startswith((_LIBRARIES[0], _STANDARD)):
+        if name.endswith(".py") and not name.startswith(_BELOW):
             return f"{os.path.basename(name)}:{frame.line_num}"
     return ""
-
-
-def maker(eqn: JaxprEqn) -> str:
-    """Returns the file of the innermost function outside JAX that made an equation; "" if
-    unknown."""
-    for frame in _frames(eqn):
-        name = frame.file_name
-        is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
-        if name.endswith(".py") and not is_standard and not name.startswith(_LIBRARIES[0]):
-            return name
-    return ""
-
-
-def is_of_optax(file_name: str) -> bool:
-    """Returns whether a file is one of optax."""
-    return file_name.startswith(_LIBRARIES[2])
-
-
-def is_jax_function(jaxpr: Jaxpr) -> bool:
-    """Returns whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of
-    an earlier call. Those of `eqx.filter_jit` are the caller's."""
-    return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
-
-
-@functools.cache
-def _is_callers(file_name: str) -> bool:
-    if file_name.startswith("<") and not file_name.startswith(
-        ("<stdin>", "<ipython")
-    ):  # frozen, or made by beartype
-        return False
-    standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)
-    return bool(file_name) and not standard and not file_name.startswith((_HOUSE, *_LIBRARIES))
 
 
 def is_float(aval: Any) -> bool:

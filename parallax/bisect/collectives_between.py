@@ -13,10 +13,10 @@ from parallax.jaxprs import (
     called,
     every,
     inner,
-    is_jax_function,
     is_literal,
     scan_parts,
 )
+from parallax.source_lines import is_jax_function
 from parallax.taps import LINEAR
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs, remat
+from parallax import jaxprs, remat, source_lines
 from parallax.lint import values
 from parallax.lint.values import LINEAR, Sent
 
@@ -57,8 +57,8 @@ class Node(NamedTuple):
     @property
     def where(self) -> str:
         """The first known line of its place."""
-        lines = (jaxprs.source(eqn) for eqn in self.scope.at)
-        return next((line for line in lines if line != jaxprs.UNKNOWN), jaxprs.UNKNOWN)
+        lines = (source_lines.source(eqn) for eqn in self.scope.at)
+        return next((line for line in lines if line != source_lines.UNKNOWN), source_lines.UNKNOWN)
 
     def is_within(self, transform: str) -> bool:
         """Returns whether JAX made it, or a loop or a call round it, by a transform: "jvp("."""
@@ -133,7 +133,7 @@ class Flat:
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
-        is_hidden = scope.is_hidden or ours is not None or jaxprs.is_jax_function(inner)
+        is_hidden = scope.is_hidden or ours is not None or source_lines.is_jax_function(inner)
         return self._opened(inner, inputs, scope._replace(is_hidden=is_hidden))
 
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from parallax import jaxprs
+from parallax import jaxprs, source_lines
 from parallax.lint import flat
 from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.places import (
@@ -262,7 +262,7 @@ def _is_full(program: Flat, value: int) -> bool:
 
 
 def _is_of_optax(node: Node) -> bool:
-    return jaxprs.is_of_optax(next(filter(None, map(jaxprs.maker, node.scope.at)), ""))
+    return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
 
 def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:

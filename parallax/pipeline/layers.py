@@ -229,7 +229,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """The form, for `Checkpoints`, that stores the blocks of a state's model, [v, L / v, ...], as
+    """Returns the form, for `Checkpoints`, that stores the blocks of a state's model, [v, L / v, ...], as
     [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or

@@ -24,11 +24,12 @@ from parallax.collectives import Axis, types
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 from parallax.grads.axes import axes_of
-from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened, source
+from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened
 from parallax.pipeline.buffers import masked, put, stacked, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
+from parallax.source_lines import source
 
 
 class Arrived(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs
+from parallax import jaxprs, source_lines
 from parallax.collectives import types
 from parallax.plan import copies, live, primitives
 from parallax.plan.fused import Frame, Message, Value
@@ -46,7 +46,7 @@ class Reading:
 
     def line(self, eqn: Any) -> str:
         """The caller's line of an equation."""
-        return jaxprs.source(self.at or eqn)
+        return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
         """Note an operation of the frame at hand, and the bytes that it reads and writes."""
@@ -194,7 +194,7 @@ class Reading:
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = [self._apart(value) for value in operands]
             return self._inlined(
-                eqn, inner, operands, used, readers, hidden=jaxprs.is_jax_function(inner)
+                eqn, inner, operands, used, readers, hidden=source_lines.is_jax_function(inner)
             )
         return self._plain(eqn, operands, readers)
 

@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from parallax import jaxprs
+from parallax import jaxprs, source_lines
 from parallax.hardware import Hardware
 from parallax.plan import copies, live
 from parallax.plan.live import Buffer, Held, Operation
@@ -217,7 +217,7 @@ def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
     for nbytes_, buffer in held:
         eqn = buffer.eqn
         what = eqn.primitive.name if eqn is not None else buffer.what
-        sums[what, jaxprs.source(eqn) if eqn is not None else jaxprs.UNKNOWN] += nbytes_
+        sums[what, source_lines.source(eqn) if eqn is not None else source_lines.UNKNOWN] += nbytes_
     return [Held(size, what, line) for (what, line), size in sums.most_common() if size]
 
 

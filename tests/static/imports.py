@@ -23,6 +23,7 @@ ORDER = (
         "collectives",
         "hardware",
         "jaxprs",
+        "source_lines",
         "taps",
         "rules",
         "schedule",
