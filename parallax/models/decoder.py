@@ -324,7 +324,7 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
-    """The form of a state in a checkpoint that any layout can read, for
+    """Returns the form of a state in a checkpoint that any layout can read, for
     `run.checkpoint.Checkpoints`; None without a pipeline, where a state is stored as it is.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
