@@ -9,24 +9,22 @@ pipelines, and code that reads programs sees no effect.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives.types import varying_axes
+from parallax.recording import AT, RECORDER, is_on
 
 BATCH = "batch"  # in a spec: the axes and microbatches among which the rows of the batch are split
 WHOLE = P()
@@ -90,26 +88,15 @@ class Recorder:
         self.reports: list[Report] = []
 
 
-_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-_ENTERED = itertools.count()
-# The default is never changed in place.
-_AT: ContextVar[dict[str, Any]] = ContextVar("at", default={})  # noqa: B039
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Programs that are traced inside report their taps to the recorder."""
     recorder = Recorder()
-    token = _RECORDER.set(recorder)
+    token = RECORDER.set(recorder)
     try:
         yield recorder
     finally:
-        _RECORDER.reset(token)
-
-
-def is_on() -> bool:
-    """Returns whether a record is being made."""
-    return _RECORDER.get() is not None
+        RECORDER.reset(token)
 
 
 def tap(
@@ -182,42 +169,13 @@ def tap_tree(
     return jax.tree.map_with_path(one, tree)
 
 
-@contextlib.contextmanager
-def at(**tags: Any) -> Iterator[None]:
-    """Taps inside are at this `layer` or `microbatch`, whole numbers or arrays; None leaves it as
-    it is."""
-    if not is_on():
-        yield
-        return
-    token = _AT.set(_AT.get() | {name: tag for name, tag in tags.items() if tag is not None})
-    try:
-        # A function under `jit` or `checkpoint` that was traced at another layer must be traced
-        # again. JAX looks a trace up by the metadata around it too.
-        with set_xla_metadata(tapped_at=str(next(_ENTERED))):
-            yield
-    finally:
-        _AT.reset(token)
-
-
-def numbered(count: int) -> Int[Array, " count"] | None:
-    """Returns the numbers of microbatches, for a loop that says them to `at`; None while no record
-    is made."""
-    return jnp.arange(count, dtype=jnp.int32) if is_on() else None
-
-
-def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns the number of a microbatch where there is a job, and otherwise -1; None while no
-    record is made."""
-    return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
-
-
 def _axes(entry: Any) -> tuple[str, ...]:
     """Returns an entry of a spec as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    recorder = _RECORDER.get()
+    recorder = RECORDER.get()
     assert recorder is not None
     if len(spec.partitions) > x.ndim:
         raise ValueError(
@@ -240,7 +198,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             f"bisect.tap: two values are named {path}, split as {first.dims} and {mark.dims}. "
             "Rename one."
         )
-    tags = _AT.get()
+    tags = AT.get()
     numbers = [
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
         for name in ("microbatch", "layer")

@@ -8,7 +8,8 @@ print(bisect.compare(one_device, split))
 
 from parallax.bisect.comparison import Comparison, Difference, compare, rounding
 from parallax.bisect.records import Key, Record, Value, load, of_tree, record
-from parallax.taps import AFTER, BATCH, at, is_on, job, numbered, tap, tap_tree
+from parallax.recording import at, is_on, job, numbered
+from parallax.taps import AFTER, BATCH, tap, tap_tree
 
 __all__ = [
     "AFTER",

@@ -22,7 +22,10 @@ from parallax.taps import LINEAR
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join(_PACKAGE, "collectives") + os.sep
 # No frame of these files, nor of a library, made an equation that a reader looks for.
-_SKIPPED_FILES = (os.path.join(_PACKAGE, "bisect") + os.sep, os.path.join(_PACKAGE, "taps.py"))
+_SKIPPED_FILES = (
+    os.path.join(_PACKAGE, "bisect") + os.sep,
+    *(os.path.join(_PACKAGE, name) for name in ("taps.py", "recording.py")),
+)
 _LIBRARIES = (
     *(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages")),
     *("<frozen", f"{os.sep}lib{os.sep}python"),

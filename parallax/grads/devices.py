@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
-from parallax import jaxprs, taps, trees
+from parallax import jaxprs, recording, trees
 from parallax._typing import PyTree
 from parallax.collectives import types
 from parallax.collectives.axis import Axis, AxisLike
@@ -92,14 +92,14 @@ def accumulated(
 
         def add_part(sums, numbered_part):
             part, number = numbered_part
-            with taps.at(microbatch=number):
+            with recording.at(microbatch=number):
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
 
         # The scan needs sums to begin with, and only a trace of `grad` tells their shapes.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
-        numbered_parts = parts, taps.numbered(microbatches)
+        numbered_parts = parts, recording.numbered(microbatches)
         sums, values = lax.scan(add_part, jax.tree.map(zeros, shapes), numbered_parts)
         means = jax.tree.map(lambda total: total / microbatches, sums)
         return map_loss_and_aux(values, jnp.mean, aux), means
@@ -248,13 +248,7 @@ def summed(
     return wrapped
 
 
-def _unscattered(
-    value: PyTree, gradients: PyTree, params: PyTree, names: PyTree
-) -> tuple[PyTree, PyTree, PyTree]:
-    return value, gradients, names
-
-
-def value_and_sums(  # noqa: PLR0913
+def value_and_sums(
     grad: Grad,
     params: PyTree,
     batch: PyTree,
@@ -264,7 +258,7 @@ def value_and_sums(  # noqa: PLR0913
     loss: bool = True,
     aux: Callable[[Any, Axis], Any],
     reduced: Callable[[Any], Any] | None = None,
-    scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] = _unscattered,
+    scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """The results of `grad`, its gradients, and with `loss` its loss, summed over `axis`.
 
@@ -292,7 +286,8 @@ def value_and_sums(  # noqa: PLR0913
     )
     declared, params = (matching_parameters(gradients, tree) for tree in (declared, params))
     names = jax.tree.map(axes_to_reduce, gradients, declared, params)
-    value, gradients, names = scatter(value, gradients, params, names)
+    if scatter is not None:
+        value, gradients, names = scatter(value, gradients, params, names)
     terms = loss_part(value), gradients
     sums = summed_over(terms, (axes_of(axis) if loss else (), names), axis)
     total, finished = jax.tree.map(finish, sums, terms)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from parallax import taps
+from parallax import recording, taps
 from parallax._typing import PyTree, Specs
 from parallax.collectives.types import axes
 from parallax.tensor import Comms
@@ -20,7 +20,7 @@ GATHERED = ("data", "context")  # over these a weight is whole when it is used
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
     """Returns `x` of the residual stream, [B, T, D], with a tap."""
-    if not taps.is_on():
+    if not recording.is_on():
         return x
     return taps.tap(
         x,
@@ -32,12 +32,12 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
 
 def whole(x: Any, path: str, comms: Comms) -> Any:
     """Returns `x` of all the layers' tokens, [B, T, ...], with a tap."""
-    return x if not taps.is_on() else _whole(x, path, comms, P(taps.BATCH))
+    return x if not recording.is_on() else _whole(x, path, comms, P(taps.BATCH))
 
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
     """Returns `whole`, of which a device has a part along `dim`: its heads, or hidden units."""
-    if not taps.is_on():
+    if not recording.is_on():
         return x
     names = axes(comms.axis.names)
     return _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
@@ -58,7 +58,7 @@ def block(
     """
 
     def tapped(weights, x, layer):
-        with taps.at(layer=layer):
+        with recording.at(layer=layer):
             return apply(
                 taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
                 x,
@@ -76,7 +76,7 @@ def ends(
     """
 
     def tapped(model, *others):
-        if not taps.is_on():
+        if not recording.is_on():
             return f(model, *others)
         ends_alone = eqx.tree_at(where, model, None)
         ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)

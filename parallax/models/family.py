@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from parallax import taps
+from parallax import recording
 from parallax._typing import PyTree, Rule
 from parallax.pipeline import Output
 from parallax.remat import none
@@ -143,7 +143,7 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        with taps.at(layer=layer):
+        with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 
     body = remat(block)

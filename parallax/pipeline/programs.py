@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from parallax import taps
+from parallax import recording
 from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
@@ -175,12 +175,12 @@ class Programs:
         """The arguments of F, B, I and W that neither arrive nor wait in a slot."""
         params = self._of_chunk(task.chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
-        number = taps.job(task.microbatch, task.valid)
+        number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """The head's arguments after `x`."""
-        return self.rows(microbatch), varying(taps.job(microbatch, self.counts), self.axis.names)
+        return self.rows(microbatch), varying(recording.job(microbatch, self.counts), self.axis.names)
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
         """One microbatch of the batch."""
@@ -226,7 +226,7 @@ class Programs:
 
     def _trace_embed(self) -> None:
         def embed(params, rows, microbatch):
-            with taps.at(microbatch=microbatch):
+            with recording.at(microbatch=microbatch):
                 x = self.functions.embed(params.whole(), rows)
             return varying(jax.tree.map(jnp.asarray, x), self.axis.names)
 
@@ -237,13 +237,13 @@ class Programs:
 
     def _trace_stage(self) -> None:
         def stage(params, x, rows, position, number):
-            with taps.at(microbatch=number):
+            with recording.at(microbatch=number):
                 return checks.output(self.functions.stage(params.whole(), x, rows, position))
 
         # Job 0, as a number that may differ between stages: the types are those of later calls.
         task = self.task(self.index * 0)
         chunk = self._of_chunk(task.chunk)
-        given = self.rows(task.microbatch), task.position, taps.job(task.microbatch, task.valid)
+        given = self.rows(task.microbatch), task.position, recording.job(task.microbatch, task.valid)
 
         def after_stage(x):
             self._stage = self._traced("stage", stage, chunk, x, *given)
@@ -259,7 +259,7 @@ class Programs:
 
     def _trace_head(self) -> None:
         def head(params, y, rows, number):
-            with taps.at(microbatch=number):
+            with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.whole(), y, rows))
 
         self.counts: Counts = self.last
