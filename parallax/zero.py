@@ -42,7 +42,7 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import Grad, mean_over_devices
 from parallax.grads.axes import axes_of, replicated_axes
-from parallax.grads.devices import value_and_sums
+from parallax.grads.devices import local_gradients, value_and_sums
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of
@@ -102,7 +102,8 @@ def reduce_scattered(
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
 
     def wrapped(params, batch):
-        return value_and_sums(grad, params, batch, axis, mean, aux=aux, scatter=scatter)
+        local = local_gradients(grad, params, batch, axis)
+        return value_and_sums(local, axis, mean, aux=aux, scatter=scatter)
 
     return wrapped
 

@@ -4,7 +4,7 @@ become those of the whole batch."""
 import numbers
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -214,7 +214,8 @@ def averaged(
         return (total / axis.size()).astype(term.dtype)
 
     def wrapped(params, batch):
-        return value_and_sums(grad, params, batch, axis, mean, aux=aux, reduced=reduced)
+        local = local_gradients(grad, params, batch, axis, reduced=reduced)
+        return value_and_sums(local, axis, mean, aux=aux)
 
     return wrapped
 
@@ -241,36 +242,46 @@ def summed(
         return total.astype(term.dtype)
 
     def wrapped(params, batch):
-        return value_and_sums(
-            grad, params, batch, axis, total_as_term, loss=loss, aux=aux, reduced=reduced
-        )
+        local = local_gradients(grad, params, batch, axis, loss=loss, reduced=reduced)
+        return value_and_sums(local, axis, total_as_term, loss=loss, aux=aux)
 
     return wrapped
 
 
+class LocalGradients(NamedTuple):
+    """What a gradient function gave on one device, before any sum over devices.
+
+    Attributes:
+        params: its parameters, as they came.
+        declared: the same, declared varying along the axis to be reduced over.
+        value: the loss, or `(loss, aux)`.
+        gradients: the device's own.
+    """
+
+    params: PyTree
+    declared: PyTree
+    value: PyTree
+    gradients: PyTree
+
+
 def value_and_sums(
-    grad: Grad,
-    params: PyTree,
-    batch: PyTree,
+    local: LocalGradients,
     axis: Axis,
     finish: Callable[[Array, Array], Array],
     *,
-    loss: bool = True,
     aux: Callable[[Any, Axis], Any],
-    reduced: Callable[[Any], Any] | None = None,
+    loss: bool = True,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """The results of `grad`, its gradients, and with `loss` its loss, summed over `axis`.
+    """Returns what a gradient function does, its gradients, and with `loss` its loss, summed over
+    `axis`.
 
     Args:
-        grad: a gradient function.
-        params: its parameters.
-        batch: this device's batch.
+        local: what it gave on this device.
         axis: the axis to sum over.
         finish: `finish(sum, term)` of each gradient and of the loss.
-        loss: whether the loss is summed.
         aux: as in `averaged`.
-        reduced: as in `averaged`.
+        loss: whether the loss is summed.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
             `names` has for each gradient the axes to sum it over; `scatter` returns those that are
             left.
@@ -281,10 +292,9 @@ def value_and_sums(
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 
-    declared, value, gradients = local_gradients(
-        grad, params, batch, axis, loss=loss, reduced=reduced
-    )
-    declared, params = (matching_parameters(gradients, tree) for tree in (declared, params))
+    value, gradients = local.value, local.gradients
+    declared = matching_parameters(gradients, local.declared)
+    params = matching_parameters(gradients, local.params)
     names = jax.tree.map(axes_to_reduce, gradients, declared, params)
     if scatter is not None:
         value, gradients, names = scatter(value, gradients, params, names)
@@ -305,10 +315,10 @@ def local_gradients(
     batch: PyTree,
     axis: Axis,
     *,
-    loss: bool,
+    loss: bool = True,
     reduced: Callable[[Any], Any] | None = None,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """The parameters declared varying along `axis`, and each device's own loss and gradients.
+) -> LocalGradients:
+    """Returns each device's own loss and gradients, of parameters declared varying along `axis`.
 
     Args:
         grad: a gradient function. With shares it is traced to a program, which is checked and then
@@ -345,7 +355,7 @@ def local_gradients(
         for name in sorted({*shares, *reduced_axes}):
             program = program or _Program(grad, declared, batch)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
-        return declared, value, gradients
+        return LocalGradients(params, declared, value, gradients)
 
 
 def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
