@@ -425,15 +425,20 @@ def test_the_collectives_of_lax_have_a_price():
 def test_search_chooses_among_schedules():
     """The plans of 1F1B, and more; what computes again in I is left out."""
     search = functools.partial(
-        plan.search, TINY, 2, hardware.A100, batch=4, sequences=(1,), count=99
+        plan.search, TINY, 2, hardware.A100, batch=4, choices=plan.Choices(sequences=(1,)), count=99
     )
-    found, alone = search(schedules=["one_f_one_b_lockstep", "zero_bubble"]), search()
+    found, alone = (
+        search(
+            choices=plan.Choices(sequences=(1,), schedules=["one_f_one_b_lockstep", "zero_bubble"])
+        ),
+        search(),
+    )
     turns = {made.layout.remat for made in found if made.layout.schedule == "zero_bubble"}
     assert turns == {"none"}
     assert found[0].seconds.total <= alone[0].seconds.total
     assert {str(made.layout) for made in alone} <= {str(made.layout) for made in found}
     with pytest.raises(ValueError, match="schedule to be one of"):
-        search(schedules=["1f1b"])
+        search(choices=plan.Choices(schedules=["1f1b"]))
 
 
 def test_the_collectives_may_be_others():
@@ -543,7 +548,9 @@ def test_the_table_has_every_number():
 
 def test_what_is_found_is_valid_fits_and_is_ranked():
     model, chip = TINY, dataclasses.replace(hardware.A100, memory=12e6)
-    found = layouts.search(model, 4, chip, batch=64, sequences=(1, 16), count=99)
+    found = layouts.search(
+        model, 4, chip, batch=64, choices=plan.Choices(sequences=(1, 16)), count=99
+    )
     assert [one.seconds.total for one in found] == sorted(one.seconds.total for one in found)
     assert {(one.layout.tensor, one.layout.sequence) for one in found} == {
         (1, False),
@@ -568,7 +575,9 @@ def test_what_cannot_be_found_is_told():
     with pytest.raises(
         ValueError, match=r"needs precision to be one of full, bfloat16, float16; got 'bf16'\. Use"
     ):
-        layouts.search(gpt2.SMALL, 8, hardware.A100, batch=8, precision="bf16")
+        layouts.search(
+            gpt2.SMALL, 8, hardware.A100, batch=8, choices=plan.Choices(precision="bf16")
+        )
     with pytest.raises(
         ValueError,
         match=r"^search needs 1 device and a batch of 1 or more; got devices=0 and batch=8\.$",
@@ -632,7 +641,13 @@ def test_search_of_a_llama():
     machine, and close to half of the peak."""
     config = dataclasses.replace(llama.B8, context=8192)
     found = plan.search(
-        config, 64, hardware.H100, batch=128, sequences=(1, 2), attention_kernel=True, count=1
+        config,
+        64,
+        hardware.H100,
+        batch=128,
+        choices=plan.Choices(sequences=(1, 2)),
+        attention_kernel=True,
+        count=1,
     )
     best = plan.simplest(found)
     assert (best.layout.stage, best.layout.zero) == (1, 1)

@@ -133,7 +133,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
         options.devices,
         chip,
         batch=options.batch,
-        precision=options.precision,
+        choices=layouts.Choices(precision=options.precision),
         count=options.top,
         attention_kernel=kernel_of(options),
     )

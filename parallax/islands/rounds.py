@@ -364,7 +364,7 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(
                 f"islands.local: the train step works along {names} itself, by "
-                f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would talk in every "
-                "step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), not "
+                f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would talk in "
+                "every step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), not "
                 f"over {(*names, 'data')!r}; islands.local joins the islands."
             )

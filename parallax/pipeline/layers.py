@@ -229,8 +229,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """Returns the form, for `Checkpoints`, that stores the blocks [v, L / v, ...] of a state's model
-    as [L, ...].
+    """Returns the form, for `Checkpoints`, that stores the blocks of a state's model, which are
+    [v, L / v, ...], as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
     without a pipeline, reads them. The optimizer's arrays of the blocks are stored in the same way:

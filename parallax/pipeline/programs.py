@@ -180,7 +180,9 @@ class Programs:
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """The head's arguments after `x`."""
-        return self.rows(microbatch), varying(recording.job(microbatch, self.counts), self.axis.names)
+        return self.rows(microbatch), varying(
+            recording.job(microbatch, self.counts), self.axis.names
+        )
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
         """One microbatch of the batch."""
@@ -243,7 +245,11 @@ class Programs:
         # Job 0, as a number that may differ between stages: the types are those of later calls.
         task = self.task(self.index * 0)
         chunk = self._of_chunk(task.chunk)
-        given = self.rows(task.microbatch), task.position, recording.job(task.microbatch, task.valid)
+        given = (
+            self.rows(task.microbatch),
+            task.position,
+            recording.job(task.microbatch, task.valid),
+        )
 
         def after_stage(x):
             self._stage = self._traced("stage", stage, chunk, x, *given)

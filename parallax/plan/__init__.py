@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallax.plan.comparison import Comparison, compare, compared
     from parallax.plan.decoders import traced
-    from parallax.plan.layouts import search, simplest
+    from parallax.plan.layouts import Choices, search, simplest
     from parallax.plan.planned import (
         ADAMW,
         Memory,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADAMW",
+    "Choices",
     "Comparison",
     "Memory",
     "Plan",
@@ -57,6 +58,7 @@ _FILES = {
     "compare": "comparison",
     "compared": "comparison",
     "quantity": "quantities",
+    "Choices": "layouts",
     "search": "layouts",
     "simplest": "layouts",
     "stage_work": "stages",

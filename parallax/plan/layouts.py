@@ -10,7 +10,7 @@ of the first few is traced, and its memory decides whether they fit.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
@@ -27,16 +27,28 @@ CHUNKS = (1, 2, 3, 4)
 GROUPS = (8, 16, 32, 64)  # replicas among which ZeRO splits, where there are more
 
 
-def search(  # noqa: PLR0913
+class Choices(NamedTuple):
+    """The layouts that `search` chooses from.
+
+    Attributes:
+        precision: that of `Layout`.
+        sequences: of a microbatch on a device.
+        schedules: of pipelines: words of `Layout`.
+    """
+
+    precision: str = "bfloat16"
+    sequences: Sequence[int] = SEQUENCES
+    schedules: Sequence[str] = ("one_f_one_b_lockstep",)
+
+
+def search(
     config: Config,
     devices: int,
     hardware: Hardware,
     *,
     batch: int,
-    precision: str = "bfloat16",
     optimizer: optax.GradientTransformation = ADAMW,
-    sequences: Sequence[int] = SEQUENCES,
-    schedules: Sequence[str] = ("one_f_one_b_lockstep",),
+    choices: Choices = Choices(),  # noqa: B008
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
@@ -45,7 +57,7 @@ def search(  # noqa: PLR0913
     Each has the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
     parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as
-    many microbatches as the batch has, of `sequences`. Schedules with gradients of weights apart
+    many microbatches as the batch has, of `choices.sequences`. Schedules with gradients of weights apart
     compute nothing again. ZeRO splits among all replicas, or in groups of them (HSDP).
 
     Args:
@@ -53,10 +65,8 @@ def search(  # noqa: PLR0913
         devices: the number of devices.
         hardware: one of them.
         batch: sequences in the global batch.
-        precision: that of `Layout`.
         optimizer: one that acts element by element.
-        sequences: of a microbatch on a device, to choose from.
-        schedules: of pipelines, to choose from: words of `Layout`.
+        choices: the precision, the sizes of microbatches and the schedules to choose from.
         count: the most layouts to return. Each, and each that does not fit, takes a second or more:
             its step is traced.
         attention_kernel: as `plan` takes it.
@@ -67,15 +77,15 @@ def search(  # noqa: PLR0913
             known.
     """
     known(config)
-    Layout(precision=precision)  # refuses one that is not known
-    for schedule in schedules:
+    Layout(precision=choices.precision)  # refuses one that is not known
+    for schedule in choices.schedules:
         Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
         raise ValueError(
             f"search needs 1 device and a batch of 1 or more; got devices={devices} and "
             f"batch={batch}."
         )
-    candidates = list(_layouts(config, devices, batch, precision, sequences, schedules))
+    candidates = list(_layouts(config, devices, batch, choices))
     if not candidates:
         raise ValueError(
             f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} "
@@ -152,15 +162,15 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _layouts(config, devices, batch, precision, sequences, schedules) -> Iterator[Layout]:
+def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
     """The layouts that divide the model and the batch and that the plan counts."""
-    for sizes in _sizes(config, devices, batch, sequences):
+    for sizes in _sizes(config, devices, batch, choices.sequences):
         # Where tokens are not split, what goes between stages can be.
         by_stages = sizes["stage"] > 1
         splits = (False, True) if by_stages and sizes["tensor"] > 1 else (False,)
         if sizes["sequence"]:
             splits = (False,)
-        orders = schedules if by_stages else ("one_f_one_b_lockstep",)
+        orders = choices.schedules if by_stages else ("one_f_one_b_lockstep",)
         words = itertools.product(splits, orders, CHOICES["zero"], CHOICES["remat"])
         for split_sends, schedule, zero, remat in words:
             fields = sizes | {
@@ -168,7 +178,7 @@ def _layouts(config, devices, batch, precision, sequences, schedules) -> Iterato
                 "schedule": schedule,
                 "zero": zero,
                 "remat": remat,
-                "precision": precision,
+                "precision": choices.precision,
             }
             if Layout.admits(**fields) and counts(Layout(**fields)):
                 yield Layout(**fields)
