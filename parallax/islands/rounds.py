@@ -365,6 +365,6 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
             raise ValueError(
                 f"islands.local: the train step works along {names} itself, by "
                 f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would talk in "
-                "every step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), not "
-                f"over {(*names, 'data')!r}; islands.local joins the islands."
+                "every step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), "
+                f"not over {(*names, 'data')!r}; islands.local joins the islands."
             )

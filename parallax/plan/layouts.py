@@ -57,8 +57,8 @@ def search(
     Each has the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
     parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as
-    many microbatches as the batch has, of `choices.sequences`. Schedules with gradients of weights apart
-    compute nothing again. ZeRO splits among all replicas, or in groups of them (HSDP).
+    many microbatches as the batch has, of `choices.sequences`. Schedules with gradients of weights
+    apart compute nothing again. ZeRO splits among all replicas, or in groups of them (HSDP).
 
     Args:
         config: the model's sizes.
