@@ -1320,7 +1320,7 @@ RUN = (
     ),
     Mutant(
         "prune",
-        "itertools.islice(good, keep)",
+        "itertools.islice(good, retention.newest)",
         "itertools.islice(good, 1)",
         "test_checkpoint.py::test_keeps_the_last_and_every_nth",
     ),
