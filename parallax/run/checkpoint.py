@@ -103,7 +103,7 @@ class Checkpoints:
         ImportError: Orbax is not installed.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         folder: str | Path,
         *,
