@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from parallax import jaxprs
+from parallax import jaxprs, source_lines
 from parallax.lint import mistakes
 from parallax.lint.finding import Finding
 from parallax.trees import entry_axes
@@ -57,5 +57,5 @@ def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -
                     jaxprs.types(atoms)[0].shape for atoms in (eqn.invars, eqn.outvars)
                 )
                 if before[-1:] == (outputs,) and after[-2:] == parts:
-                    lines[jaxprs.source(eqn)] = None
+                    lines[source_lines.source(eqn)] = None
     return list(lines)
