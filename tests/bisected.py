@@ -94,7 +94,7 @@ NO_NUMBERS = {  # of functions: why a fault in them changes nothing that a run h
     "Axis.of": "a tuple of one axis and its algorithm: no run has one",
     "Programs._trace_head": "which reports of taps count",
     "_as_int32": "refuses tokens",
-    "_cut": "which lane of a schedule a product is in",
+    "_may_run_in": "which lane of a schedule a product is in",
     "_cut_dim": "in how many parts a message is sent",
     "_from_0": "reads schedules of other programs",
     "_gather_in_a_loop": "a table whose chain begins late: no algorithm here has one",

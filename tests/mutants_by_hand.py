@@ -749,7 +749,7 @@ PIPELINE = (
         IN_TWO + "test_two_parts_are_the_whole",
     ),
     Mutant(
-        "_cut",
+        "_may_run_in",
         "size(set(eqn.outvars)) <= size(reads & made)",
         "False",
         IN_TWO + "test_what_waits_is_no_larger_than_the_cotangents_of_products",

@@ -277,14 +277,10 @@ def _cut(
     jaxpr = program.jaxpr
     needed_first, (counting, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
-    plan: list[
-        tuple[Step, tuple[bool, bool]]
-    ] = []  # each step that counts, and whether either half may run it
-    # By default both halves may run an equation: to run a cheap one twice costs less than to store
-    # its result.
+    # Each step that counts, and whether either half may run it.
+    plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in counting.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        reads = set(variables_of(eqn.invars))
         if is_barrier(eqn):
             # Element i of a barrier's results depends on element i of its operands alone.
             pairs = [
@@ -300,14 +296,8 @@ def _cut(
             )
             made |= {eqn.outvars[i] for i in loop.results[0]}
             late |= {eqn.outvars[i] for i in loop.results[1]}
-        elif place in needed_first:
-            runs_in = (True, not reads & made and _is_cheap(eqn))
-        elif reads & late or not _is_cheap(eqn):
-            runs_in = (False, True)
-        elif reads & made:
-            # Either half could run it: the smaller of its operands and results is stored.
-            is_smaller = size(set(eqn.outvars)) <= size(reads & made)
-            runs_in = (is_smaller, not is_smaller)
+        else:
+            runs_in = _may_run_in(eqn, made, late, is_needed_first=place in needed_first)
         if runs_in == (True, False):
             made |= set(eqn.outvars)
         elif runs_in == (False, True):
@@ -331,6 +321,30 @@ def _cut(
         made,
         (wanted & arguments, (needed - made) & arguments),
     )
+
+
+def _may_run_in(
+    eqn: JaxprEqn, made: set[Any], late: set[Any], *, is_needed_first: bool
+) -> tuple[bool, bool]:
+    """Returns whether the first half may run an equation, and whether the second half may.
+
+    Args:
+        eqn: the equation.
+        made: the variables of the first half alone.
+        late: the variables of the second half alone.
+        is_needed_first: whether a result of the first half needs it.
+    """
+    reads = set(variables_of(eqn.invars))
+    if is_needed_first:
+        return True, not reads & made and _is_cheap(eqn)
+    if reads & late or not _is_cheap(eqn):
+        return False, True
+    if reads & made:
+        # Either half could run it: the smaller of its operands and results is stored.
+        is_smaller = size(set(eqn.outvars)) <= size(reads & made)
+        return is_smaller, not is_smaller
+    # To run a cheap equation twice costs less than to store its result.
+    return True, True
 
 
 def _cut_loop(
