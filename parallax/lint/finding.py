@@ -9,9 +9,9 @@ class Finding:
     """One mistake that runs in silence.
 
     Attributes:
-        kind: its name, such as "sum-in-a-loop".
-        where: in a program the caller's line, "file.py:12"; in a rule set or arrays the dotted path
-            of the leaf, or the rule.
+        kind: the name of the mistake, such as "sum-in-a-loop".
+        where: for a program, the caller's line, "file.py:12"; for a rule set, the dotted path of
+            the leaf, or the rule.
         harm: the mistake, with the axis and the numbers.
         cure: the advice.
     """
@@ -23,7 +23,7 @@ class Finding:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Returns the findings as text, with three lines each, and their number."""
+    """Returns the findings as text: three lines for each, and a last line with their number."""
     if not findings:
         return "lint: nothing found."
     lines = [

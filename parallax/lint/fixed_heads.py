@@ -1,7 +1,7 @@
-"""Attention on its shard that makes as many heads as the whole has.
+"""Attention that makes as many heads on its shard as the whole model has.
 
-The number of heads of an `eqx.nn.MultiheadAttention` is static. On a shard of its projections it
-cuts a device's outputs into that many heads, each narrower than in the whole model.
+The number of heads of an `eqx.nn.MultiheadAttention` is static. If its projections are split, it
+cuts the outputs that a device has into all these heads, each narrower than in the whole model.
 """
 
 import math
@@ -19,7 +19,9 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each attention of `args`, and each line, that makes too many heads."""
+    """Yields a finding for each attention in `args`, and each line of the program, that makes too
+    many heads.
+    """
     modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
     maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
     for module in modules:
@@ -32,11 +34,14 @@ def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
 
 
 def _is_attention(node: Any) -> bool:
+    """Returns whether a node of a model is an attention with a static number of heads."""
     return isinstance(node, eqx.nn.MultiheadAttention)
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields the axes that split the outputs of arguments of this shape, and their size."""
+    """Yields the axes that split the outputs of arguments of this shape, and the number of devices
+    along them. `shape` is that of a projection's weight, [..., outputs, inputs].
+    """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)
     for spec, aval in {*zip(shard_map.params["in_specs"], avals, strict=True)}:
@@ -48,7 +53,9 @@ def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 
 
 def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -> list[str]:
-    """Returns the lines in a map that reshape a last dim of size `outputs` into two of `parts`."""
+    """Returns the lines in a `shard_map` that reshape a last dim of size `outputs` into two dims of
+    the sizes `parts`.
+    """
     lines = {}
     for body in jaxprs.inner(shard_map):
         for eqn in jaxprs.every(body):

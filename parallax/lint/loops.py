@@ -1,4 +1,6 @@
-"""Finds sums over devices that a loop only adds to a carry: one sum after it gives the same."""
+"""Finds sums over devices that a loop only adds to a carry: one sum after the loop would give the
+same result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,8 @@ from jax.extend.core import JaxprEqn
 from parallax import jaxprs
 from parallax.lint.values import VIEWS, Value
 
-# ("sum", k) is the k-th sum in the loop's body, ("carry", i) its i-th carry as the trip begins.
+# A value of a loop's body may be a linear function of parts: ("sum", k) is the k-th sum over
+# devices in the body, and ("carry", i) is the i-th carry at the beginning of the trip.
 LoopPart = tuple[str, int]
 
 _LINEAR = VIEWS | {
@@ -31,10 +34,10 @@ class Loop:
     """A loop whose body is being read.
 
     Attributes:
-        depth: the number of loops, with those round it.
-        trips: the number of its trips; None: it is not known.
-        sums: the sums over devices in its body.
-        spoiled: the parts that are not only added up.
+        depth: the number of nested loops, this one included.
+        trips: the number of trips; None if it is not known.
+        sums: the sums over devices in the loop's body.
+        spoiled: the parts that are also used in another way than by adding them up.
     """
 
     depth: int
@@ -45,20 +48,21 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value`, and returns the parts of its result."""
+        """Notes a sum of `value` over devices, and returns the parts of the sum's result."""
+        # A sum of a carry must stay in the loop: the next trip needs it.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the carries as a trip begins."""
+        """Returns the carries as they are at the beginning of a trip: each is a part of its own."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
         """Returns the parts that an equation's result is a linear function of.
 
-        Parts of which it is another function are spoiled.
+        If the result is another function of its operands, their parts are spoiled.
         """
         parts = frozenset().union(*(value.parts for value in values))
         if parts and not self._is_linear(eqn, values, parts):
@@ -67,16 +71,20 @@ class Loop:
         return parts
 
     def spoil(self, values: Sequence[Value]) -> None:
-        """Notes that the parts of these values are not only added up over the trips."""
+        """Notes that the parts of these values are used in another way than by adding them up."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
-        """Returns the sums that were only added to a carry, given the results of the body."""
+        """Returns the sums that were only added to a carry.
+
+        `carries` and `stacked` are the results of the body: the new carries, and the outputs that
+        the loop stacks, which need each trip's sum.
+        """
         self.spoil(stacked)
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way spoils all that is added to it.
+        # If a carry is used in another way, the sums that are added to it must be in it by then.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
@@ -85,6 +93,9 @@ class Loop:
     def _is_linear(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
+        """Returns whether an equation's result is a linear function of `parts`, those of its
+        operands `values`. A factor must be the same in all trips.
+        """
         name = eqn.primitive.name
         tagged = [bool(value.parts) for value in values]
         if name == "mul":

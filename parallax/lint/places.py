@@ -18,9 +18,9 @@ def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
 
 
 def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of a local operation's result, given those of one operand.
+    """Returns the dims of the result of an operation on one device, given those of one operand.
 
-    None: the result does not have the operand's elements, in their places.
+    Returns None if the result does not have the operand's elements in the same places.
     """
     if node.name == "transpose":
         return tuple(dims[i] for i in node.eqn.params["permutation"])
@@ -28,7 +28,9 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, given those of the result; None as in `forward`."""
+    """Returns the dims of an operand, given those of the result; None if the two do not have the
+    same elements in the same places.
+    """
     if node.name == "transpose":
         order = node.eqn.params["permutation"]
         return tuple(dims[order.index(i)] for i in range(len(order)))
@@ -38,6 +40,14 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
+    """Returns the dims after an operation that keeps all elements in order, or None for others.
+
+    Args:
+        node: the operation.
+        dims: for each dim of the one shape, the axes that split it.
+        before: the shape with these dims: that of the operand or of the result.
+        after: the other shape.
+    """
     if node.name in ELEMENTWISE:
         return dims if before == after else None
     if node.name not in LAID_OUT:
@@ -51,7 +61,9 @@ def _same_elements(
 
 
 def operands(node: Node, result: int) -> Sequence[int]:
-    """Returns the operands that a result is made of: of a loop, the carry's first value."""
+    """Returns the operands that a result is made of. The result of a loop is made of the carry's
+    first value.
+    """
     if node.name in LOOPS:
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]
     if len(node.outputs) > 1 and len(node.outputs) == len(node.inputs):
@@ -60,7 +72,7 @@ def operands(node: Node, result: int) -> Sequence[int]:
 
 
 def joined_axes(program: Flat, node: Node) -> frozenset[str]:
-    """Returns the axes along which an operation, or one in a loop, joins devices."""
+    """Returns the axes of the collectives of an operation, which may be a loop with several."""
     if node.sent:
         return frozenset(node.sent.axes)
     if node.name == "replicated":

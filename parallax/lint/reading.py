@@ -1,5 +1,5 @@
-"""One reading of a program: values are followed through it, loops until nothing changes, and
-mistakes are noted.
+"""One reading of a program: the facts of values are followed from operation to operation, and
+mistakes are noted. A loop's body is followed again until the facts of its carries no longer change.
 """
 
 import contextlib
@@ -20,17 +20,19 @@ from parallax.lint.values import NO_AXES, Dims, Value, either, in_tuple, joined
 
 
 class Reading:
-    """One reading of a program: its place, and the findings.
+    """One reading of a program: the findings, and what is around the operation being read.
 
     Attributes:
         narrow: whether all products should be in 16 bits.
         findings: the mistakes so far.
-        silent: whether nothing is noted, while a loop's carries are followed until they settle.
-        map: the `shard_map` round the place.
-        loops: the loops round it.
-        predicates: the conditionals and `while` loops round it, each with the axes along which its
-            predicate differs.
-        known: the facts of all values of a program, as they were last read aloud.
+        silent: whether mistakes are not noted, as while a loop's carries are followed until they no
+            longer change.
+        map: the `shard_map` around the operation, or None.
+        loops: the loops around the operation, the outermost first.
+        predicates: the conditionals and `while` loops around the operation, each with the axes
+            along which its predicate differs.
+        known: the facts of all values of each program, by the program's id, from the last reading
+            that was not silent.
     """
 
     def __init__(self, *, narrow: bool):
@@ -46,10 +48,10 @@ class Reading:
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
-        """Returns a jaxpr as a list of operations; `node` is the operation that it is part of."""
+        """Returns a jaxpr as a list of operations; `node` is the operation that contains it."""
         key = id(jaxpr), id(node)
         if key not in self._flats:
-            # Its predicates are values of another program.
+            # Predicates are numbers of values in the outer program, and mean nothing in this one.
             scope = node.scope._replace(predicates=()) if node else Scope()
             self._flats[key] = Flat(jaxpr, self.ours, scope)
         return self._flats[key]
@@ -66,16 +68,17 @@ class Reading:
         return self._ours[id(eqn)]
 
     def note(self, finding: Finding | None) -> None:
-        """Notes a mistake."""
+        """Notes a mistake, unless the reading is silent; None is no mistake."""
         if finding and not self.silent:
             self.findings.setdefault(finding, finding)
 
     def _large(self, axes: Iterable[str]) -> frozenset[str]:
-        """Returns those of these axes that have several devices."""
+        """Returns the axes that have several devices."""
         sizes = self.map.sizes if self.map else {}
         return frozenset(axis for axis in axes if axis in sizes)
 
     def _devices(self, axes: Iterable[str]) -> int:
+        """Returns the number of devices along these axes together."""
         return self.map.devices(axes) if self.map else 1
 
     # Programs
@@ -83,9 +86,10 @@ class Reading:
     def read(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None] = ()
     ) -> list[Value]:
-        """Returns the facts of a program's results, and notes the mistakes in it.
+        """Returns the facts of a program's results, and notes the mistakes in the program.
 
-        `results` are the axes that split each dim of the results, where they are known.
+        `results` has for each result the axes that split each of its dims, or None if they are not
+        known.
         """
         returned = self.follow(program, arguments)
         if self.map and not self.silent:
@@ -94,7 +98,11 @@ class Reading:
         return returned
 
     def follow(self, program: Flat, arguments: Sequence[Value]) -> list[Value]:
-        """Returns the facts of a program's results."""
+        """Returns the facts of a program's results, given those of its arguments, operation by
+        operation.
+        """
+        # While silent, nothing is noted, so a program with the same facts is not followed again.
+        # `summed` is only for messages.
         key = (id(program), *(value._replace(summed=()) for value in arguments))
         if self.silent and key in self._settled:
             return self._settled[key]
@@ -119,12 +127,14 @@ class Reading:
 
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
+        """Adds predicates for the operations that are read inside."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
         self.predicates = outside
 
     def _operation(self, program: Flat, node: Node, inputs: list[Value]) -> list[Value]:
+        """Returns the facts of the results of one operation, and notes mistakes in it."""
         if node.name == "shard_map":
             return self._shard_map(node, inputs)
         if node.name in LOOPS:
@@ -145,7 +155,7 @@ class Reading:
         ]
 
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the numbers of an operation that is no collective."""
+        """Returns the facts of the numbers of an operation that does not communicate."""
         if node.name in mistakes.PRODUCTS and not self.silent:
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
@@ -165,7 +175,9 @@ class Reading:
         return [result] * len(node.outputs)
 
     def _read_kernels(self, node: Node, inputs: list[Value]) -> None:
-        """Reads a reducer, or a kernel, whose arguments are not known one by one."""
+        """Follows the jaxprs inside an operation, such as a reducer or a kernel. Which operand
+        gives which argument is not known, so all arguments get the facts of all operands.
+        """
         outside, self.map = self.map, None
         for jaxpr in jaxprs.inner(node.eqn):
             program = self.flat(jaxpr, node)
@@ -175,6 +187,7 @@ class Reading:
     # Control flow
 
     def _shard_map(self, node: Node, inputs: list[Value]) -> list[Value]:
+        """Reads the body of a `shard_map`, and returns the facts of its results outside of it."""
         params, outside = node.eqn.params, self.map
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
@@ -184,13 +197,19 @@ class Reading:
         self.map = outside
         for finding in shard_map.findings.values():
             self.note(finding)
-        # Whole again: nothing differs between devices.
+        # Outside, the arrays are whole, and nothing differs between devices.
         return [
             Value(trip=value.trip, constant=value.constant, narrow=value.narrow)
             for value in returned
         ]
 
     def _loop(self, node: Node, inputs: list[Value]) -> list[Value]:
+        """Reads a loop, and returns the facts of its results.
+
+        The body is followed in silence until its carries settle, and then read once more. A loop of
+        one trip is read as a call. The operands of a `while` begin with `skipped` constants of its
+        condition, which are no arguments of the body.
+        """
         eqn, program = node.eqn, self.body(node)
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
         carries = [i - skipped for i, _ in flat.carried(eqn)]
@@ -198,13 +217,13 @@ class Reading:
         trips = eqn.params.get("length")
         depth = len(self.loops) + 1
         if trips != 1:
-            # The sums of the loop round this one go into it, and are no longer followed.
+            # Sums of the outer loop that enter this one are not followed further.
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
         for i in flat.sliced(eqn):
             arguments[i] = arguments[i].sliced()
-        if trips == 1:  # no loop
+        if trips == 1:
             shards_of = [arguments[i].shard for i in carries]
             returned = self.read(program, arguments, _dims_of(shards_of, program))
             return [*returned[: len(carries)], *(v.stacked() for v in returned[len(carries) :])]
@@ -227,7 +246,11 @@ class Reading:
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Follows a loop's body until its carries are those of any trip; they are replaced."""
+        """Returns the facts of a body's results, in any trip.
+
+        The body is followed until the facts of its carries no longer change. Their facts in
+        `arguments` are replaced by those that hold in every trip.
+        """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)
         while True:
@@ -246,7 +269,9 @@ class Reading:
     def _read_body(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Reads the body of a loop whose carries have settled."""
+        """Reads the body of a loop, whose carries have the facts of any trip, and notes sums that
+        could follow the loop.
+        """
         inside = list(arguments)
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
             inside[i] = carry
@@ -262,7 +287,10 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the numbers of a collective's results."""
+        """Returns the facts of the numbers of a collective's results, and notes mistakes in it: a
+        collective that some devices may not reach, a sum of equal numbers, or a collective that
+        sends the same in every trip of a loop.
+        """
         sent, where = node.sent, node.where
         assert sent is not None
         axes = self._large(sent.axes)
@@ -272,7 +300,8 @@ class Reading:
         if self.silent or not axes:
             return results
         for name, along in self.predicates:
-            # A permute waits for every device of the program; the others for those of their group.
+            # A permute waits for all devices of the program, other collectives for those of their
+            # group: if some devices do not come, it hangs.
             if along and (sent.permutes or along & axes):
                 count = self._devices(along)
                 self.note(mistakes.under_a_predicate(sent, axes, name, along, count, where))
@@ -294,7 +323,9 @@ class Reading:
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose operands or results are typed as the same on all devices."""
+        """Notes a conditional whose predicate differs between devices, if its operands or results
+        are typed as the same on all of them.
+        """
         predicate, *operands = inputs
         if self.map is None or not self.map.checked or not predicate.differs:
             return
@@ -313,19 +344,29 @@ class Reading:
 
 
 def _ignore(*mistake: Any) -> None:
+    """Notes nothing."""
     pass
 
 
 def _dims_of(carries: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the dims of a body's results, as far as those of its carries are known."""
+    """Returns the dims of each result of a body: those of its carries, which come first, if they
+    are known, and None for the others.
+    """
     dims = [shard.dims if shard else None for shard in carries]
     return [*dims, *[None] * (len(program.results) - len(dims))]
 
 
 def _left(returned: list[Value], carries: list[Value], predicate: Value, depth: int) -> list[Value]:
-    """Returns the results of a loop as they are outside of it, where `depth` loops are."""
+    """Returns the facts of a loop's results, outside of the loop.
+
+    Args:
+        returned: the facts of the body's results, in any trip: the carries and the stacked outputs.
+        carries: the facts of the carries before the first trip.
+        predicate: the facts of a `while` loop's predicate.
+        depth: the number of loops around this one.
+    """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # A carry's numbers are those after a trip, its dims those before any trip.
+    # The numbers of a carry come from the last trip; its dims are the same before and after.
     outside = [
         value.with_dims_of(carry) for value, carry in zip(returned, carries, strict=False)
     ] + outside

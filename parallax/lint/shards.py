@@ -1,8 +1,8 @@
 """Mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
 
-A dim of which a device has one row may count models, as in an ensemble, so it is no mistake to join
-its shards. Nor is it with an argument whose elements are rounded to integers or to 8 bits: a
-quantiser may have a scale for each shard.
+Joining elements of different shards is no mistake in two cases. A dim with one row on each device
+may count models, as in an ensemble. And if the elements are rounded to integers or to 8 bits, a
+quantiser may have one scale for each shard.
 """
 
 import math
@@ -29,13 +29,14 @@ class ShardMap:
     """A `shard_map` whose body is being read, and the mistakes with split arguments in it.
 
     Attributes:
-        mesh: its mesh.
-        checked: its `check_vma`.
-        known: the facts of all values of a program that was read, by its id.
-        body: returns the body of a loop.
-        sizes: the sizes of its axes of several devices.
-        trained: the numbers of the arguments that come back, or whose gradients do.
-        exchanged: the axes along which more travels than sums and gathers, as in a pipeline.
+        mesh: the mesh.
+        checked: the value of `check_vma`.
+        known: the facts of all values of each program that was read, by the program's id.
+        body: the function that returns the body of a loop.
+        sizes: the sizes of the mesh axes that have several devices.
+        trained: the numbers of the arguments that are trained: a result has the same shape and
+            spec.
+        exchanged: the axes along which more than sums and gathers is sent, as in a pipeline.
         findings: the mistakes, one for each kind and line.
     """
 
@@ -52,7 +53,7 @@ class ShardMap:
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
-        """Notes a mistake: the first one of its kind on a line."""
+        """Notes a mistake, if it is the first one of its kind on its line."""
         finding = mistake(*facts, node.where)
         self.findings.setdefault((finding.kind, finding.where), finding)
 
@@ -73,8 +74,8 @@ class ShardMap:
         sources = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
         returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
-        # An argument that comes back, or whose gradient does, is trained; others that are split
-        # are rows of a batch.
+        # An argument is trained if it or its gradient is returned, with the same shape and spec.
+        # The other arguments that are split are rows of a batch.
         is_trained = [
             (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, sources)
         ]
@@ -99,7 +100,7 @@ class ShardMap:
         return arguments, results
 
     def _dims(self, specs: Sequence[PartitionSpec], atoms: Sequence[Any]) -> list[Dims]:
-        """Returns the axes of several devices that split each dim of arrays."""
+        """Returns for each array the axes that split each of its dims and have several devices."""
         split = []
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
             entries = [*spec, *[None] * aval.ndim][: aval.ndim]
@@ -107,6 +108,7 @@ class ShardMap:
         return split
 
     def _large(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns the axes that have several devices, in order."""
         return tuple(axis for axis in axes if axis in self.sizes)
 
     def places(
@@ -139,7 +141,9 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the shard that a result is, given the one that an operand is."""
+        """Returns the argument's shard whose elements a result has, given the one whose elements an
+        operand has; None if there is none.
+        """
         if shard is None or (node.sent and node.sent.kind != "gather"):
             return None
         if node.sent:
@@ -151,9 +155,9 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the dims of a gathered array.
+        """Returns the dims of a gathered array; None if its blocks are not in order.
 
-        Its blocks lie in order if the innermost axes are gathered, in their order.
+        They are in order if the innermost axes of the dim are gathered, in their order.
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._large(node.sent.axes if node.sent else ())
@@ -188,6 +192,7 @@ class ShardMap:
                 self._note_update(program, result, dims, bases)
 
     def _note_update(self, program: Flat, result: int, dims: Dims, bases: Sequence[int]) -> None:
+        """Notes the mistakes in one result, if it is an update of one of the arguments `bases`."""
         terms = updates.terms(program, result, bases)
         if not terms:
             return
@@ -213,14 +218,14 @@ class ShardMap:
             for value in node.inputs:
                 axes = known[value].differs & set(node.sent.axes)
                 arguments = updates.origins(program, value) & set(program.arguments)
-                # Devices that train models of their own, as islands do, clip by their own norms.
+                # Devices that train different models, as islands do, each clip by their own norm.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
-        """Notes operations that scale elements of `result` by a norm of them on one device."""
+        """Notes operations that scale elements of `result` by their norm on one device only."""
         known, origins = self.known[id(program)], updates.origins(program, result)
-        # By one row, a norm is that of an example, as in differentially private training.
+        # With one row per device, the norm is that of one example, as in private training.
         if self._rows(program, axes) > 1:
             for reduced, scaling, value in updates.scalings(program, origins, axes):
                 along = known[reduced.value].differs & axes
@@ -241,7 +246,9 @@ class ShardMap:
         return max((size for pairs in dims for size, dim in pairs if dim.rows), default=0)
 
     def note_layers(self, loop: Node, inputs: Sequence[Value]) -> None:
-        """Notes a scan over layers that are split as its rows are."""
+        """Notes a scan over layers if the axis that splits the layers also splits the batch, and
+        nothing gathers them: each device would then run its rows through some layers only.
+        """
         body = self.body(loop)
         for i in flat.sliced(loop.eqn):
             shard = inputs[i].shard
@@ -257,11 +264,12 @@ class ShardMap:
 
 
 def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
+    """Returns the type of each variable with the axes that split its dims."""
     return zip(jaxprs.types(atoms), dims, strict=True)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:
-    """Returns the values that depend on an argument, and the axes that they are sent along."""
+    """Returns the values that depend on an argument, and the axes of the collectives on them."""
     dependent, axes = {argument}, set()
     for node in program.nodes:
         if dependent & set(node.inputs):

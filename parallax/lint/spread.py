@@ -1,13 +1,13 @@
-"""The dims of the values between parameters and loss: which are split, and which sums over them
-are not complete.
+"""The dims of the values between parameters and loss: which dims are split, and which sums over
+them are not complete.
 
-A dim is split where a trained argument's spec splits it, and so are the dims that it is multiplied
-into: hidden units, heads. The dims of a batch that its spec splits are split too, except the first
-one, which counts its rows. A reduction over a split dim gives each device a term of its own. The
-next operation should be a collective over the axis. It is a mistake if the term meets the split dim
-again (a norm, a softmax), or if a value that is the same on all devices is added to it (a bias).
-Only values that have a dim of the batch's rows are checked, in the forward pass: gradients and
-updates are those of weights.
+A dim is split if the spec of a trained argument splits it. The dims that a product makes of it,
+such as hidden units and heads, are split too. So are the dims that the spec of a batch splits,
+except the first one, which counts the rows. A reduction over a split dim gives each device its own
+term, and the next operation should be a collective over the axis. Two operations before it are
+mistakes: the term meets the split dim again (as in a norm or a softmax), or a value that is the
+same on all devices is added to the term (a bias). Only values of the forward pass that have a dim
+of the batch's rows are checked; gradients and updates have the dims of weights.
 """
 
 import functools
@@ -23,7 +23,7 @@ from parallax.lint import mistakes
 from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import NO_AXES, Dim, Part, Sent, Term, Value, either
 
-# Operations that keep a value a linear function of their operand
+# Operations whose result is a linear function of their operand
 _LINEAR = frozenset(
     {
         *("neg", "convert_element_type", "copy", "copy_p", "pbroadcast", "pcast", "pvary"),
@@ -64,7 +64,7 @@ class _Operation:
         self.shapes = [program.shape(value) for value in node.outputs]
 
     def results(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts of its results."""
+        """Returns the facts of the operation's results, given those of its operands."""
         name = self.node.name
         if self.node.sent:
             return self._sent(self.node.sent, inputs)
@@ -79,24 +79,32 @@ class _Operation:
         return results if isinstance(results, list) else [results]
 
     def _unknown(self, inputs: Sequence[Value]) -> list[Value]:
+        """Returns dims without facts, for an operation that is not followed."""
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
+        """Follows a result of a conditional, whose operands are a predicate and one value per
+        branch.
+        """
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
+        """Follows the drawing of random numbers."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
+        """Follows `iota`, which counts 0, 1, 2, ... along one dim."""
         counted = self.params["dimension"]
         return Value(dims=tuple(Dim(counted=i == counted) for i in range(len(self.shapes[0]))))
 
     def _dims(self, value: Value, place: int = 0) -> tuple[Dim, ...]:
+        """Returns the dims of the operand at `place`; those of a constant have no facts."""
         return (Dim(),) * self.avals[place].ndim if value.dims is None else value.dims
 
     # Operations that lay elements out
 
     def _broadcast(self, inputs: Sequence[Value]) -> Value:
+        """Follows `broadcast_in_dim`: new dims, and those of size 1 that grow, have no facts."""
         (value, *_), before, after = inputs, self.avals[0].shape, self.shapes[0]
         dims = [Dim()] * len(after)
         for i, j in enumerate(self.params["broadcast_dimensions"]):
@@ -105,38 +113,48 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
+        """Follows a reshape."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
 
     def _transposed(self, inputs: Sequence[Value]) -> Value:
+        """Follows a transpose."""
         dims = self._dims(inputs[0])
         return inputs[0]._replace(dims=tuple(dims[i] for i in self.params["permutation"]))
 
     def _without(self, value: Value, removed: Sequence[Any]) -> Value:
+        """Returns the facts of `value` without the dims at the places `removed`."""
         dims = (dim for i, dim in enumerate(self._dims(value)) if i not in removed)
         return value._replace(dims=tuple(dims))
 
     def _squeezed(self, inputs: Sequence[Value]) -> Value:
+        """Follows the removal of dims of size 1."""
         return self._without(inputs[0], self.params["dimensions"])
 
     def _unstacked(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns a value for each element of a dim: newer versions of JAX unpack an array so."""
+        """Returns a value for each element of a dim: JAX may unpack an array this way."""
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
+        """Follows a slice. A slice with strides is no part of a dim that is remembered."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
         return self._part(inputs[0], starts, self.shapes[0])
 
     def _divided(self, inputs: Sequence[Value]) -> list[Value]:
+        """Follows `split`, which cuts a dim into parts one after another."""
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
         pairs = zip(starts, self.shapes, strict=True)
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in pairs]
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
-        """Follows a slice that begins at `starts`, which is remembered for split dims."""
+        """Returns the facts of a slice of `value` with this shape, which begins at `starts` by dim.
+
+        For a split dim they note the slice: its shards are not those of the same slice of the whole
+        dim.
+        """
         dims = list(self._dims(value))
         for i, start in starts.items():
             if self.avals[0].shape[i] != shape[i] and dims[i].split:
@@ -146,14 +164,15 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
-        """Follows an operation along some dims: of dims that change their size, only the rows are
-        kept."""
+        """Follows an operation that works along some dims, such as `pad`. A dim whose size changes
+        loses its facts, except that it counts rows.
+        """
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """Returns the values joined element for element, with the terms that all of them are."""
+        """Returns the facts of arrays put side by side, with the terms that all of them have."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -161,11 +180,15 @@ class _Operation:
         return Value(dims=dims, terms=terms)
 
     def _stacked(self, inputs: Sequence[Value]) -> Value:
+        """Follows `stack`, which puts arrays side by side along a new dim."""
         value, place = self._side_by_side(inputs), self.params["axis"]
         dims = value.dims or ()
         return value._replace(dims=(*dims[:place], Dim(), *dims[place:]))
 
     def _concatenated(self, inputs: Sequence[Value]) -> Value:
+        """Follows a concatenation. The joined dim is split along the axes that split it in all of
+        the operands.
+        """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         known = [value.dims for value in inputs if value.dims is not None]
         split = frozenset.intersection(*(dims[place].split for dims in known))
@@ -174,15 +197,17 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Follows a lookup of rows in a table: the dims of the rows' numbers, and those of a
-        row."""
+        """Follows a lookup of rows in a table: the result has the dims of the ids, and those of a
+        row.
+        """
         table, ids = inputs
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
-        # In a split table, a device looks up its own numbers: its counts are no mistake.
+        # In its shard of a table, a device looks up rows by their numbers in the shard: counting
+        # them on the device is no mistake.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
         dims_of_ids = (
             dim._replace(counted=dim.counted and not is_local) for dim in self._dims(ids, 1)
@@ -194,7 +219,10 @@ class _Operation:
     # Operations that join values
 
     def _together(self, dims: Sequence[Dim]) -> Dim:
-        """Follows a dim along which values are joined, element for element."""
+        """Returns the facts of a dim whose elements are computed from those of `dims`, one by one.
+
+        It is a mistake to join different slices of one split dim.
+        """
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
         by_source = {part.source: part for part in parts}
@@ -227,7 +255,9 @@ class _Operation:
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes numbers that are the same on all devices, and meet a split dim."""
+        """Notes random numbers or counts that are the same on all devices, if they meet a split
+        dim: each device's part of the dim would get the same numbers.
+        """
         drawn, counted = NO_AXES, NO_AXES
         for dim, of_value in zip(dims, value.dims or (), strict=True):
             axes = dim.split - value.differs
@@ -240,8 +270,9 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns an elementwise operation's result as a term; None if it is followed no
-        further."""
+        """Returns the term of a sum over `axis` that an elementwise operation's result is; None if
+        it is no longer followed as one.
+        """
         name = self.node.name
         known = [value for value in inputs if value.dims is not None and not value.constant]
         with_term = [value for value in known if axis in dict(value.terms)]
@@ -249,7 +280,7 @@ class _Operation:
         terms = [dict(value.terms)[axis] for value in with_term]
         term = next((term for term in terms if not term.is_linear), terms[0])
         if any(_meets_split_dim(axis, value, with_term) for value in without):
-            # A softmax may be shifted by any number.
+            # Less a local maximum is no mistake: a softmax may be shifted by any number.
             if name in _ARITHMETIC and not (term.is_peak and name == "sub"):
                 facts = term.node.name, term.aval, frozenset({axis})
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, *facts)
@@ -268,19 +299,20 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes by whose size a product or quotient is scaled."""
+        """Returns the axes whose size is a factor or divisor in a product or quotient."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
         factors = [number for number in numbers if number is not None]
 
         def is_factor(size):
+            """Returns whether a factor is the size, or 1 over the size."""
             return any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
 
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _number(self, value: int) -> Any:
-        """The number that is written into the program for a value."""
+        """Returns the number that the program writes for a value, or None if it writes none."""
         while value not in self.program.literals:
             node = self.program.made.get(value)
             if node is None or node.name not in _LINEAR | {"broadcast_in_dim"}:
@@ -291,6 +323,7 @@ class _Operation:
     # Operations that reduce dims
 
     def _reduced(self, inputs: Sequence[Value]) -> Value:
+        """Follows a reduction. If a dim that is reduced is split, each device gets a term."""
         value, dims = inputs[0], self._dims(inputs[0])
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
@@ -305,6 +338,7 @@ class _Operation:
         return result._replace(terms=tuple(terms.items()))
 
     def _product(self, inputs: Sequence[Value]) -> Value:
+        """Follows a product: a sum over a split dim gives each device a term."""
         first, second = inputs
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, 1)
@@ -324,6 +358,7 @@ class _Operation:
     # Collectives
 
     def _sent(self, sent: Sent, inputs: Sequence[Value]) -> list[Value]:
+        """Follows a collective, and notes a bias that was added to the terms of its sum."""
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
@@ -337,6 +372,7 @@ class _Operation:
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *facts: Any) -> None:
+        """Remembers a mistake at `node`; the last of `facts` are its axes."""
         devices = math.prod(self.sizes[axis] for axis in facts[-1])
         self.mistakes.append((mistake, node, *facts, devices))
 
@@ -364,7 +400,9 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the dims and terms of a collective's result."""
+    """Returns the dims and terms of a collective's result, from the shapes of its operand and of
+    its result.
+    """
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
     axes = frozenset(sent.axes)
@@ -379,13 +417,12 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether a dim of `value` is split over `axis`, and the same dim of no value with a
-    term is.
-
-    The terms were reduced over that dim.
+    """Returns whether `value` has a dim that is split over `axis`, and that the values with a term
+    no longer have, since their terms were reduced over it.
     """
 
     def split_dims(value):
+        """Returns the numbers of the dims that are split over `axis`."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 
@@ -393,22 +430,24 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
+    """Returns a value of this shape whose dims have no facts."""
     return Value(dims=(Dim(),) * len(shape))
 
 
 def _regrouped(
     dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Dim, ...]:
-    """Returns the dims after a reshape: the outermost part of a split dim is split, the others lie
-    within."""
+    """Returns the dims after a reshape. If it cuts a split dim into several, the outermost of them
+    is split, and the others are `within` it.
+    """
     regrouped: list[Dim] = []
     i = 0
     while len(regrouped) < len(after):
-        if i == len(before):  # ones at the end
+        if i == len(before):  # only dims of size 1 are left
             within = regrouped[-1].split | regrouped[-1].within if regrouped else NO_AXES
             regrouped.append(Dim(within=within))
             continue
-        # The fewest dims before and after that have as many elements
+        # Find the fewest dims before, and the fewest after, whose sizes have the same product.
         first, i, j = i, i + 1, len(regrouped) + 1
         while (size := math.prod(before[first:i])) != math.prod(after[len(regrouped) : j]):
             if size < math.prod(after[len(regrouped) : j]):
@@ -420,12 +459,15 @@ def _regrouped(
 
 
 def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
-    """Returns `count` dims in the place of `dims`, whose sizes have the same product."""
+    """Returns `count` dims that a reshape puts in place of `dims`; the sizes of both have the same
+    product.
+    """
     if len(dims) == count == 1:
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
     outer = Dim(first.split, first.within, parts=first.parts)
-    if any(dim.split for dim in dims[1:]):  # a device's elements are no block of the joined dim
+    # If an inner dim is split, a device's elements are no block of the joined dim.
+    if any(dim.split for dim in dims[1:]):
         outer = Dim()
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)

@@ -1,7 +1,7 @@
-"""Tokens that stand in another order than the one that a program takes them to have.
+"""Tokens that are in another order than the program expects.
 
 A program with split tokens has a constant of their places, [devices, tokens of a device], as
-`context.positions` makes it. The order of the tokens that come in shows in their values: targets
+`context.positions` makes it. The values of a batch show in which order its tokens are: the targets
 are the inputs, one token later.
 """
 
@@ -24,9 +24,9 @@ from parallax.trees import entry_axes, is_array
 
 
 def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets that were not split as the program's places say.
+    """Yields a finding for inputs and targets whose order is not that of the program's places.
 
-    `args` are those of the program; without them nothing is found.
+    `args` are the arguments of the program; without their values nothing is found.
     """
     leaves = filter(is_array, jax.tree.leaves(args))
     arguments = [_whole_numbers(leaf) for leaf in leaves] or [None] * len(program.in_avals)
@@ -59,7 +59,8 @@ def _differently_ordered(
                 continue
             in_order = np.argsort(table.reshape(-1))
             placed, placed_targets = tokens.take(in_order, dim), targets.take(in_order, dim)
-            # Tokens that are all alike are in any order.
+            # It is a mistake if the tokens follow each other as they come, and not by their places.
+            # Tokens that are all equal follow each other in both orders.
             if _are_successive(tokens, targets, dim) and not _are_successive(
                 placed, placed_targets, dim
             ):
@@ -73,12 +74,14 @@ def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
 
 
 def _is_table(value: np.ndarray) -> bool:
-    """Returns whether an array has places [devices, tokens of a device], each once."""
+    """Returns whether an array is a table [devices, tokens of a device] with each place once."""
     return value.ndim == 2 and bool((np.sort(value, axis=None) == np.arange(value.size)).all())
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
-    """Returns an array of whole numbers on this machine, or None where a value is no such array."""
+    """Returns a value as a NumPy array if it is an array of whole numbers whose elements are all on
+    this machine, and None otherwise.
+    """
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or value.is_deleted():
             return None

@@ -1,8 +1,9 @@
 """The facts that the lint follows from value to value of a program.
 
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
-along which it *is* the same, as far as the program shows. A value that was summed and cast to
-varying again has the same bits everywhere, and so has one that `check_vma=False` never typed.
+along which axes it *is* the same, as far as the program shows. A value that was summed and then
+cast to varying has the same bits on all devices, although its type says otherwise. So may a value
+of a program with `check_vma=False`, which has no such types.
 """
 
 import math
@@ -18,7 +19,7 @@ from parallax import jaxprs
 NO_AXES: frozenset[str] = frozenset()
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
 
-# The result holds the numbers of the first operand, at places that are not computed.
+# The results of these hold numbers of the first operand, at places that are not computed.
 VIEWS = frozenset(
     {
         *("broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice"),
@@ -42,12 +43,12 @@ class Dim(NamedTuple):
     """The facts of a dim.
 
     Attributes:
-        split: the axes along which each device has other elements of it.
-        within: those of a split dim of which this is the inner part, after a reshape.
-        rows: whether it counts the batch's rows.
-        drawn: whether random numbers were drawn for each of its elements.
-        counted: whether its elements were made of their numbers on the device: 0, 1, 2, ...
-        parts: the slices of split dims that its elements are made of.
+        split: the axes along which each device has other elements of the dim.
+        within: the axes of a split dim that a reshape divided, if this dim is an inner part of it.
+        rows: whether the dim counts the batch's rows.
+        drawn: whether random numbers were drawn for each element.
+        counted: whether the elements were made of their numbers on the device: 0, 1, 2, ...
+        parts: the slices of split dims that the elements are made of.
     """
 
     split: frozenset[str] = NO_AXES
@@ -62,8 +63,8 @@ class Part(NamedTuple):
     """A slice of a split dim.
 
     Attributes:
-        source: the dim, by program, value and number.
-        aval: the type of that value.
+        source: the split dim: the id of its program, the number of the value, and that of the dim.
+        aval: the type of the value.
         start: the first element of the slice.
     """
 
@@ -78,10 +79,10 @@ class Term(NamedTuple):
     Attributes:
         node: the reduction.
         aval: the type of its operand.
-        is_linear: whether the value is still a linear function of it, so that a later sum
-            completes it.
-        is_peak: whether it is a maximum or minimum.
-        added: the operation that added a value that is the same on all devices.
+        is_linear: whether the value is still a linear function of the term, so that a later sum
+            over devices completes the reduction.
+        is_peak: whether the reduction is a maximum or a minimum.
+        added: the operation that added a value that is the same on all devices, or None.
     """
 
     node: Any
@@ -103,17 +104,18 @@ class Value(NamedTuple):
 
     Attributes:
         differs: the mesh axes along which devices may hold other numbers.
-        trip: the depth of the innermost loop whose trips change it; 0 outside all.
-        constant: whether it is made only of numbers written into the program, and of counts.
-        narrow: the 16-bit type whose numbers it holds, in a wider type.
-        summed: for axes along which it is the same because it was summed, the axis and the line.
-        parts: the sums and carries of the innermost loop that it is a linear function of.
-        dims: its dims; None for numbers written into the program.
-        terms: the axes along which it is a term of a sum, each with the term.
-        shared: the axes by whose size it was divided.
-        shard: the argument whose elements it has, if it has those of one.
-        fed: the axes along which it depends on a split batch, without a collective between.
-        chosen: the axes whose index it depends on.
+        trip: the depth of the innermost loop whose trips change the value; 0 if none does.
+        constant: whether the value is made only of numbers written into the program, and of counts.
+        narrow: the name of the 16-bit type whose numbers the value holds in a wider type, or "".
+        summed: the axes along which the value is the same because it was summed, each with the line
+            of the sum.
+        parts: the sums and carries of the innermost loop that the value is a linear function of.
+        dims: the facts of the dims; None for numbers written into the program.
+        terms: the axes along which the value is a term of a sum, each with the term.
+        shared: the axes by whose size the value was divided.
+        shard: the argument whose elements the value has, or None.
+        fed: the axes along which the value depends on a split batch, without a collective between.
+        chosen: the axes whose index the value depends on.
     """
 
     differs: frozenset[str] = NO_AXES
@@ -131,11 +133,13 @@ class Value(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether one of its dims counts rows of the batch."""
+        """Whether a dim of the value counts rows of the batch."""
         return any(dim.rows for dim in self.dims or ())
 
     def with_dims_of(self, value: "Value") -> "Value":
-        """Returns the facts of these numbers, and of the dims and elements of `value`."""
+        """Returns the facts of a value with these numbers, and with the dims and elements of
+        `value`.
+        """
         return value._replace(
             differs=self.differs,
             trip=self.trip,
@@ -151,7 +155,7 @@ class Value(NamedTuple):
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
     def stacked(self) -> "Value":
-        """Returns the facts of such values, stacked along a first dim."""
+        """Returns the facts of such values, stacked along a new first dim."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -165,7 +169,9 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts of the numbers of a function of all these, and none of its dims."""
+    """Returns the facts of the numbers of a function of all `values`; those of its dims are left
+    out, or given in `fields`.
+    """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
         trip=max((value.trip for value in values), default=0),
@@ -176,7 +182,7 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two."""
+    """Returns the facts of a value that is one of two, so those that hold for both."""
     together = joined(
         [first, second],
         narrow=first.narrow if first.narrow == second.narrow else "",
@@ -195,6 +201,7 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
+    """Returns the facts of a dim that is one of two."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
@@ -237,7 +244,7 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
-        return None  # nothing is sent, or the equation that sends is inside
+        return None  # nothing is sent, or an equation inside sends, and is read by itself
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
     if any(eqn.primitive.name == "replicated" for eqn in inside):
@@ -248,7 +255,9 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
 
 
 def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sent]:
-    """Yields the collectives of a jaxpr and of those inside; `ours` opens those of this library."""
+    """Yields the collectives of a jaxpr and of all jaxprs inside it. `ours` returns the jaxpr of a
+    collective of this library.
+    """
     for eqn in jaxprs.every(jaxpr):
         collective = sent(eqn, ours(eqn) if eqn.primitive.name == LINEAR else None)
         if collective:
@@ -256,7 +265,14 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts of a collective's numbers; `axes` are those of several devices."""
+    """Returns the facts of the numbers of a collective's result.
+
+    Args:
+        sent: the collective.
+        value: the facts of its operand.
+        axes: its axes that have several devices.
+        where: its line.
+    """
     if sent.kind not in ("sum", "maximum", "gather"):
         return Value(value.differs | axes, value.trip, value.constant)
     summed = {axis: line for axis, line in value.summed if axis not in axes}
