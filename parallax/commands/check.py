@@ -98,6 +98,7 @@ def first_difference(options: argparse.Namespace) -> str:
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
+        """Returns the training step of a layout, and its arguments, as `bisect.record` needs."""
         train_step = decoder.train_step(
             chosen.family,
             chosen.config,
@@ -119,6 +120,7 @@ def first_difference(options: argparse.Namespace) -> str:
 
 
 def _check_files(options: argparse.Namespace) -> None:
+    """Refuses `--record` without its file, and `--save` without its folder."""
     if options.record and not Path(options.record).is_file():
         raise ValueError(
             f"--record needs a file that --save wrote; there is none at {options.record}."

@@ -109,4 +109,5 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
 
 
 def _compile_time(seconds: float) -> str:
+    """Returns the line for the time of the compilation."""
     return f"compiled in {seconds:.0f} s of processor time"

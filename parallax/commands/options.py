@@ -1,4 +1,4 @@
-"""What several commands share: the model, the layout, the chip, and their options."""
+"""The options that several commands share, and the model, layout and chip that they name."""
 
 import argparse
 import dataclasses
@@ -146,10 +146,11 @@ def chip_of(options: argparse.Namespace) -> Any:
 def layout_of(
     options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
 ) -> Any:
-    """Returns the `Layout` of `--layout`, if it fits.
+    """Returns the `Layout` of `--layout`, if it fits the model, the batch and the devices.
 
     Raises:
-        ValueError: it does not fit. The message proposes flags that do, but no size in `fixed`.
+        ValueError: it does not fit. The message proposes flags that fit, and changes no size that
+            is named in `fixed`.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -163,6 +164,7 @@ def layout_of(
 
 
 def _flag_or_field(name: str, value: Any) -> str:
+    """Returns a size as the flag that sets it, or as `name=value` if no flag does."""
     return f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
 
 
@@ -177,6 +179,9 @@ def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
 
 
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    """Returns the flags for a change: `--layout` with the fields of the layout that were `written`
+    and are changed, and a flag for each size.
+    """
     from parallax import validate
 
     fields = {name: value for name, value in change.items() if name not in FLAGS}

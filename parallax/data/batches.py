@@ -1,8 +1,8 @@
 """Batches of a text. The one idea: **a batch is a pure function of (seed, step)**.
 
-It does not depend on how many devices or processes share it, nor on the batches before it. So a run
-resumes at any step, on any layout, with no loader state to save, and a process that holds a part of
-the batch reads only its `rows`.
+A batch does not depend on the number of devices or processes that share it, nor on earlier batches.
+So a run resumes at any step, on any layout, without a saved state of the loader. A process that
+holds a part of the batch reads only its `rows`.
 
 Legend: N tokens.
 """
@@ -19,7 +19,8 @@ from parallax import argument_checks
 from parallax.data.tokens import Source
 
 ROWS = 64  # windows that are read at a time
-ROUNDS = 8  # of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988)
+# Rounds of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988).
+ROUNDS = 8
 
 
 def batch(
@@ -31,14 +32,15 @@ def batch(
     length: SupportsIndex,
     rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns the `rows` of the global batch at `step`: `size` windows of `length` inputs and the
-    token after them.
+    """Returns the `rows` of the global batch at `step`, which has `size` windows of `length` inputs
+    and the token after them.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows that share
-    one token with the next, and deals each window once: window w is `tokens[o + w * length :][:
-    length + 1]`. The offset o and the order of the windows are drawn from (seed, epoch). Sequence i
-    is the one at position p = step * size + i of this endless deal: `batch(..., rows=r)` equals
-    `batch(...)[r]` and reads only its own windows.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows, each of
+    which shares one token with the next, and takes each window once, in a random order. Window w is
+    `tokens[o + w * length :][: length + 1]`. The offset o and the order are drawn from (seed,
+    epoch). The epochs follow each other without an end, and row i of the batch is the window at
+    position step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only its own
+    windows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
     window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
@@ -64,8 +66,8 @@ def batch(
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # As many windows as fit at each of at least `length` offsets: all epochs have as many, and
-    # their windows begin anywhere.
+    # All epochs have the same number of windows: as many as fit whatever offset is drawn. There are
+    # at least `length` offsets if the text has two windows, so a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     positions = (divmod(step * size + i, windows) for i in sequences)
@@ -74,7 +76,7 @@ def batch(
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
     source, first = _array(tokens), np.concatenate(starts)
-    # A place has 8 bytes, and a token in the batch 4: few windows have their places at a time.
+    # A place takes 8 bytes, and a token of the batch 4, so places are made for few windows at once.
     parts = np.split(first, range(ROWS, len(first), ROWS))
     window = np.arange(length + 1)
     return np.concatenate([_as_int32(source[np.add.outer(part, window)]) for part in parts])
@@ -83,9 +85,10 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns where the windows at these places of an epoch's order begin in the text."""
-    # Raw counter values: NumPy promises them for good, and its `permutation` only until it finds a
-    # faster one.
+    """Returns the first tokens' places in the text, of the windows at `places` in the order of an
+    epoch. There are `windows` windows, and `spare` + 1 offsets.
+    """
+    # NumPy promises that raw values of Philox stay the same for good. Its `permutation` may change.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)
@@ -94,12 +97,12 @@ def _starts(
 def permuted(
     places: Int64[np.ndarray, "n"], count: int, keys: Sequence[np.uint64]
 ) -> Int64[np.ndarray, "n"]:
-    """Returns the numbers at `places` of a permutation of 0 to `count` - 1 that the `keys` choose,
+    """Returns the numbers at `places` in a permutation of 0 to `count` - 1 that the `keys` choose,
     in O(1) memory.
 
-    A Feistel network permutes the numbers of 2h bits, of which there are fewer than 4 `count`. A
-    result outside goes through the network again until it is inside (cycle walking: Black and
-    Rogaway 2002), which leaves a permutation of those inside.
+    A Feistel network permutes all numbers of 2h bits, of which there are fewer than 4 `count`. A
+    result that is `count` or more goes through the network again until it is below `count`. This is
+    a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     numbers = _feistel(places.astype(np.uint64), half, keys)
@@ -109,8 +112,9 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """Returns a permutation of the numbers of 2 `half` bits: each round swaps the halves, and mixes
-    one into the other."""
+    """Returns the results of a permutation of the numbers of 2 `half` bits. Each round swaps the
+    two halves, and mixes one into the other.
+    """
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
     for key in keys:
@@ -119,8 +123,9 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Returns a number each of whose bits depends on each bit of `x` (splitmix64: Steele, Lea and
-    Flood 2014)."""
+    """Returns numbers whose bits each depend on all bits of `x` (splitmix64: Steele, Lea and Flood
+    2014).
+    """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
@@ -133,12 +138,12 @@ def held_out_batches(
     length: SupportsIndex,
     limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
-    """Returns the text's windows in order, `size` at a time, at most `limit` batches: the same for
-    every evaluation.
+    """Returns the windows of the text in order, `size` at a time, at most `limit` batches. They are
+    the same in every evaluation.
 
-    Each token but the first is a target once. Windows at the end that do not fill a batch are left
-    out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, a size
-    below 1, or as `batch` does for tokens.
+    Each token after the first is a target once. Windows at the end that do not fill a batch are
+    left out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, for a
+    size below 1, and for tokens that `batch` refuses.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:
@@ -161,10 +166,12 @@ def held_out_batches(
 
 
 def _array(tokens: Source) -> Source:
+    """Returns a list or tuple of tokens as an array, and other sources unchanged."""
     return np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
 
 
 def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
+    """Returns windows of whole numbers as int32; refuses other types, and numbers too large."""
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Batches on their way to the devices: each process reads its own rows, in the background, before
-they are needed."""
+"""Places batches on the devices: each process reads its own rows, in the background, before they
+are needed."""
 
 import queue
 import threading
@@ -26,25 +26,26 @@ def placed(
     size: SupportsIndex,
     length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
-    """Returns `data.batch` as one array over all processes' devices, of which each process reads
-    the rows of its own devices alone.
+    """Returns `data.batch` as one array over the devices of all processes. Each process reads only
+    the rows of its own devices.
 
     Args:
-        tokens: as for `data.batch`; the same in every process.
-        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`; devices with the same
-            rows share one reading.
-        seed: as for `data.batch`.
-        step: likewise.
-        size: the rows of the global batch, in all processes together.
-        length: the inputs of a row, which has one token more.
+        tokens: the text, as `data.batch` takes it; the same in every process.
+        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`. Rows that several
+            devices of a process hold are read once.
+        seed: the seed of `data.batch`.
+        step: the step of `data.batch`.
+        size: the number of rows in the global batch, in all processes together.
+        length: the number of inputs in a row, which has one token more.
 
     Raises:
-        ValueError: as `data.batch` does.
+        ValueError: `data.batch` refuses the arguments.
     """
     size, length = argument_checks.whole_numbers("data.placed", size=size, length=length)
     read = {}
 
     def rows(index):
+        """Returns the rows of one device, read once for each slice."""
         place = index[0].indices(size)
         if place not in read:
             read[place] = batch(
@@ -56,22 +57,22 @@ def placed(
 
 
 class Prefetched(Generic[Batch]):
-    """An iterator over `make(start)`, ..., `make(stop - 1)`, made in a thread up to `ahead` before
-    they are asked for.
+    """An iterator over `make(start)`, ..., `make(stop - 1)`. A thread makes them in advance, up to
+    `ahead` of them.
 
         with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as
         batches:
             for batch in batches:
                 ...
 
-    What `make` raises is raised by the `next` of its step. Holds `ahead` + 1 batches at a time.
-    Leaving the block ends the thread, waiting for the batch that it is making.
+    An error of `make` is raised by the `next` that asks for its step. At most `ahead` + 1 batches
+    are in memory. Leaving the block ends the thread, after the batch that it is making.
 
     Args:
-        make: the batch of a step.
+        make: returns the batch of a step.
         start: the first step.
-        stop: the one after the last.
-        ahead: how many batches wait at most.
+        stop: the step after the last.
+        ahead: the most batches that wait.
 
     Raises:
         ValueError: `ahead` is below 1, or one of the numbers is not whole.
@@ -98,6 +99,9 @@ class Prefetched(Generic[Batch]):
         self._thread.start()
 
     def _run(self, make, start, stop):
+        """Makes the batches, in the thread, and puts each into the queue as a pair (batch, error).
+        The last pair has an error: that of `make`, or `StopIteration`.
+        """
         for step in range(start, stop):
             try:
                 made = (make(step), None)
@@ -108,6 +112,9 @@ class Prefetched(Generic[Batch]):
         self._put((None, StopIteration()))
 
     def _put(self, made) -> bool:
+        """Puts a pair into the queue as soon as there is room; returns whether it did before the
+        block was left.
+        """
         while not self._left.is_set():
             try:
                 self._made.put(made, timeout=0.1)
@@ -122,7 +129,7 @@ class Prefetched(Generic[Batch]):
     def __next__(self) -> Batch:
         made, error = self._made.get()
         if error is not None:
-            self._made.put((None, error))  # and for whoever asks again
+            self._made.put((None, error))  # the next call raises it again
             raise error
         return made
 

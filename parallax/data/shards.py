@@ -1,11 +1,11 @@
-"""A text too large for one file: token files with a manifest, read as one long array, of which a
-batch reads its windows.
+"""A text too large for one file: several token files with a manifest, read as one long array. A
+batch reads only its own windows.
 
     folder/manifest.json    the vocabulary, the type of a token; each shard's tokens, bytes and hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-A shard that is missing, cut short or damaged is refused by name before the first step, not met at
-step 40,000.
+A shard that is missing, cut short or damaged is refused by name before the first step, and not
+first noticed at step 40,000.
 """
 
 import dataclasses
@@ -30,12 +30,13 @@ MANIFEST = "manifest.json"
 class Shards:
     """Tokens in several files: `len(shards)`, and `shards[places]`, as if they were one array.
 
-    `data.batch` takes it, and gives the batches of the tokens in one array. Each file is opened
-    when it is indexed. Raises `IndexError` for a place outside, and as `token_file.File` does.
+    `data.batch` takes the shards, and returns the same batches as for one array of all tokens. Each
+    file is opened when it is indexed. Indexing raises `IndexError` for a place outside, and the
+    errors of `token_file.File`.
 
     Attributes:
         parts: the tokens of each file, in order.
-        vocabulary: all tokens are below this one.
+        vocabulary: all tokens are below this number.
     """
 
     parts: tuple[File, ...]
@@ -43,7 +44,7 @@ class Shards:
 
     @property
     def starts(self) -> np.ndarray:
-        """The place of each part's first token, and the end: `[parts + 1]` whole numbers."""
+        """The place of each part's first token, and the number of all tokens: `[parts + 1]`."""
         return np.cumsum([0, *map(len, self.parts)])
 
     def __len__(self) -> int:
@@ -71,14 +72,14 @@ def write(
     vocabulary: SupportsIndex,
     shard_tokens: SupportsIndex = 1 << 27,
 ) -> None:
-    """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each (the
-    last is shorter).
+    """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each; the
+    last file may be shorter.
 
-    Holds one shard and one piece in memory. The manifest is written last: a folder whose writing
-    was cut short is refused.
+    One shard and one piece are in memory at a time. The manifest is written last, so a folder whose
+    writing was cut short is refused.
 
-    Raises `ValueError` for tokens outside the vocabulary, no tokens at all, or a folder that has a
-    manifest already.
+    Raises `ValueError` for tokens outside the vocabulary, for no tokens at all, and for a folder
+    that already has a manifest.
     """
     folder = Path(folder)
     vocabulary, size = argument_checks.whole_numbers(
@@ -109,14 +110,14 @@ def read(
     processes: SupportsIndex = 1,
     check_bytes: bool = True,
 ) -> Shards:
-    """Returns the shards that `write` stored in `folder`, checked: all sizes, and the bytes of
-    every `processes`-th one from `rank` on.
+    """Returns the shards that `write` stored in `folder`, after a check of all sizes, and of the
+    bytes of every `processes`-th shard from `rank` on.
 
-    So the processes of a job together check every byte once before step 0 and one process alone
-    checks all. A run that is restarted may pass `check_bytes=False`, and read no byte twice.
+    So the processes of a job check every byte once before step 0, and one process by itself checks
+    all bytes. A run that is restarted may pass `check_bytes=False`, which checks only sizes.
 
     Raises:
-        manifest.Damaged: a shard, or the manifest, is missing or is not what was written; the
+        manifest.Damaged: a shard or the manifest is missing, or differs from what was written; the
             message names the file.
         ValueError: the shards were made for another vocabulary or by another format, or hold a
             number that is no token.
@@ -146,8 +147,9 @@ def read(
 
 
 def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
-    """Returns the `tokens` of the manifest at `path`: how many each file holds, as its size
-    says."""
+    """Returns `value`, the `tokens` of the manifest at `path`: the number of tokens in each file.
+    Refuses numbers that do not agree with the sizes of the files.
+    """
     well_formed = (
         isinstance(value, dict)
         and value.keys() == files.keys()
@@ -166,7 +168,7 @@ def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> d
 
 
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
-    """Returns the pieces, joined and cut into arrays of `size`."""
+    """Yields the pieces, joined and cut into arrays of `size` tokens; the last may be shorter."""
     waiting, count = [], 0
     for piece in pieces:
         waiting.append(piece)

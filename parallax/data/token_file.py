@@ -1,8 +1,8 @@
-"""Tokens in a file, read when they are indexed: what a batch does not need stays on the disk.
+"""Tokens in a file, read when they are indexed: only the tokens of a batch are read.
 
-The file is not mapped into memory. Where a mapped file is cut short, the next access ends the
-process by a signal, SIGBUS, without a word; a read that comes back short is an error like any
-other. A batch of 8 windows of 1,024 tokens takes some 90 microseconds this way and 22 mapped.
+The file is not mapped into memory. If a mapped file is cut short, the next access ends the process
+by a signal, SIGBUS, without a message. A read of such a file is an ordinary error. Reading a batch
+of 8 windows of 1,024 tokens takes some 90 microseconds, and 22 from a mapped file.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file: `len(file)`, `file[places]` for the tokens at these places,
-    `file[start:stop]` for a view.
+    """A text in a file: `len(file)`; `file[places]` returns the tokens at these places, and
+    `file[start:stop]` a view.
 
-    `numpy.asarray(file)` reads it all. A run of places that follow one another is one read.
+    `numpy.asarray(file)` reads the whole text. Places that follow one another are read at once.
 
-    The file is opened for each index (some 10 microseconds), so that a text may have more files
-    than a process may hold open.
+    The file is opened anew each time it is indexed (some 10 microseconds), so a text may have more
+    files than a process may hold open.
 
-    Raises `IndexError` for a place outside, `manifest.Damaged` where the file has changed since,
-    and `OSError`, with its name, where it cannot be read.
+    Raises `IndexError` for a place outside, `manifest.Damaged` if the file has changed since it was
+    made, and `OSError`, with the name of the file, if it cannot be read.
 
     Attributes:
-        path: where the file is.
-        dtype: of a token in it.
-        places: where its tokens are, counted in tokens from the file's first.
-        state: of the file, when it was first looked at.
+        path: the path of the file.
+        dtype: the type of a token in the file.
+        places: the places of the text's tokens, counted in tokens from the file's first.
+        state: the size and the time of the file when this object was made.
     """
 
     path: Path
@@ -95,7 +95,9 @@ class File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
-        """The open file. An index counts only if nobody wrote to the file, before or meanwhile."""
+        """Opens the file. Raises `Damaged` at the end if somebody has written to the file since it
+        was checked, so that tokens of a changed file are never returned.
+        """
         try:
             with _files.open_file(self.path, "a token file") as file:
                 yield file.fileno()
@@ -112,12 +114,14 @@ class File:
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with the tokens from place `first` on, as far as the file has them."""
+        """Fills `into` with the tokens from place `first` on, as far as the file has them. One
+        system call may read only a part.
+        """
         left, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while left:
             got = os.preadv(descriptor, [left], at)
             if not got:
-                return  # it was cut short, which its size tells
+                return  # the file was cut short: `_open` finds its size changed
             left, at = left[got:], at + got
 
 

@@ -1,7 +1,7 @@
 """Token files, read piece by piece, and their two parts, to train on and to hold out.
 
-    text.bin         the tokens alone: two bytes each, or four where V > 65,536 (nanoGPT's `.bin`)
-    text.bin.json    its record: the vocabulary, the type of a token, the size in bytes, the hash
+    text.bin         only the tokens: two bytes each, or four if V > 65,536 (nanoGPT's `.bin`)
+    text.bin.json    the record: the vocabulary, the type of a token, the size in bytes, the hash
 
 Legend: V vocabulary.
 """
@@ -23,8 +23,8 @@ from parallax.data.token_file import File, state_of
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
 CHUNK = 1 << 19  # tokens checked at a time; an even number
-UPPER = 64  # of tokens of four bytes read as two, the upper halves are below
-Tokens = Integer[np.ndarray, "_"]  # any number of them: train and held_out differ
+UPPER = 64  # if tokens of four bytes are read as two, their upper halves are below this number
+Tokens = Integer[np.ndarray, "_"]  # any number of tokens: train and held_out differ in it
 Text = TypeVar("Text", np.ndarray, File)
 
 
@@ -33,7 +33,7 @@ class Source(Protocol):
     """Tokens that `batch` can read: an array, a `token_file.File`, or `shards.Shards`."""
 
     def __len__(self) -> int:
-        """Returns how many there are."""
+        """Returns the number of tokens."""
         ...
 
     def __getitem__(self, places: np.ndarray, /) -> np.ndarray:
@@ -44,12 +44,12 @@ class Source(Protocol):
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
     """Stores `tokens` at `path`, and their record at `record_of(path)`.
 
-    Each file appears whole or not at all. The record is written last, and an older one is removed
-    before the tokens appear: a record never stands beside tokens of another vocabulary.
+    Each file appears whole or not at all. The record is written last, and an older record is
+    removed before the tokens appear. So a record is never next to tokens of another vocabulary.
 
-    Raises `ValueError` for no tokens, for tokens that are not whole numbers in one dim, or outside
-    the vocabulary, and `OSError` where the disk refuses them, such as a full one: then the older
-    file is unchanged.
+    Raises `ValueError` for no tokens, and for tokens that are not whole numbers in one dim or are
+    outside the vocabulary. Raises `OSError` if the disk refuses the tokens, as when it is full; the
+    older file is then unchanged.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
@@ -65,7 +65,7 @@ def store(
 ) -> list:
     """Writes the tokens without a record; returns their `[size in bytes, hash]`.
 
-    `before` is called once the tokens are on the disk, before the file has its name.
+    `before` is called after the tokens are on the disk, and before the file gets its name.
     """
     item = stored_as(vocabulary)
     check(tokens, vocabulary, where=f"tokens for {path}")
@@ -87,22 +87,23 @@ def store(
 def read(
     path: str | os.PathLike[str], *, vocabulary: SupportsIndex, check_bytes: bool = True
 ) -> File:
-    """Returns the tokens stored at `path`, read when they are indexed.
+    """Returns the tokens stored at `path`; they are read when they are indexed.
 
-    A file without a record, written by another program, is read as tokens of V.
+    A file without a record, which another program wrote, is read as tokens of the vocabulary V.
 
     Args:
-        path: of the file.
-        vocabulary: of the tokenizer that made the tokens.
-        check_bytes: read the file once, and refuse other bytes, and numbers outside the vocabulary.
-            A run that is restarted may pass `False`: then the record and the size alone are
-            checked.
+        path: the path of the file.
+        vocabulary: the vocabulary of the tokenizer that made the tokens.
+        check_bytes: read the file once, and refuse bytes that differ from those written, and
+            numbers outside the vocabulary. A run that is restarted may pass `False`: then only the
+            record and the size are checked.
 
     Raises:
         FileNotFoundError: there is no file.
-        manifest.Damaged: its bytes are not those that were written, or the record is damaged.
-        ValueError: it was written with another vocabulary or by another format, has four bytes a
-            token where V needs two, is empty, cut short, or holds tokens outside the vocabulary.
+        manifest.Damaged: the bytes differ from those that were written, or the record is damaged.
+        ValueError: the file was written with another vocabulary or in another format, has four
+            bytes per token although V needs two, is empty or cut short, or holds tokens outside the
+            vocabulary.
     """
     path, item = Path(path), stored_as(vocabulary)
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
@@ -125,21 +126,21 @@ def read(
 
 
 def opened(path: Path, item: np.dtype, count: int) -> File:
-    """Returns the first `count` tokens of the file at `path`, unchecked."""
+    """Returns the first `count` tokens of the file at `path`, without a check."""
     return File(path, item, range(count), state_of(path))
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once, and refuses bytes of another hash, and numbers that are no token of V.
+    """Reads `file` once, and refuses bytes with another hash, and numbers outside the vocabulary.
 
-    Without a stored hash nothing says how many bytes a token has. Then a file in which every second
-    number is 0 is refused: it holds tokens of four bytes. So is one in which every second number is
-    below `UPPER` and others are far above: these are the upper halves of tokens of a vocabulary of
-    up to 4 million.
+    Without a stored hash nothing says how many bytes a token has. A file in which every second
+    number is 0 is then refused, since it holds tokens of four bytes. A file in which every second
+    number is below `UPPER` and others are far above is refused too: the small numbers are the upper
+    halves of tokens from a vocabulary of up to 4 million.
 
     Raises:
-        manifest.Damaged: its bytes have another hash.
-        ValueError: it holds a number that is no token of V.
+        manifest.Damaged: the bytes have another hash.
+        ValueError: the file holds a number that is no token of the vocabulary.
     """
     digest, high, upper = manifest.hasher(), 0, 0
     for part in _chunks(file):
@@ -163,11 +164,11 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """Returns `(train, held_out)`: views of the first tokens and of the last `held_out` of them, a
-    fraction.
+    """Returns `(train, held_out)`: views of the first tokens and of the last ones. `held_out` is
+    the share of the last ones, a fraction.
 
-    The cut is at one place in the text, so that no held-out sentence has neighbours in training.
-    Raises `ValueError` where a side would have no token.
+    The text is cut at one place, so that no held-out sentence has neighbours in training. Raises
+    `ValueError` if one side would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
@@ -179,13 +180,14 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
 
 
 def record_of(path: Path) -> Path:
-    """Returns where the record of the token file at `path` is."""
+    """Returns the path of the record of the token file at `path`."""
     return path.with_name(f"{path.name}.json")
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """Returns the type of a stored token: two bytes, or four where V > 65,536. Raises `ValueError`
-    for an impossible V."""
+    """Returns the type of a stored token: two bytes, or four if V > 65,536. Raises `ValueError` for
+    an impossible V.
+    """
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
         raise ValueError(
@@ -198,7 +200,8 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
     """Refuses with a `ValueError` numbers that are no tokens of the vocabulary.
 
-    `where` begins the message, and `first` is the index of the first token.
+    `where` begins the message. `first` is the index of the first token in the text, for a text that
+    is checked in parts.
     """
     (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
@@ -224,8 +227,10 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Refuses with a `ValueError` a record whose `tokens` are of another format, vocabulary or
-    type."""
+    """Refuses with a `ValueError` a record of another format, vocabulary or type of token.
+
+    `place` is the path of the record, and `tokens` the path of its tokens.
+    """
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
     manifest.need(type(stored) is int, f"{place}: vocabulary", "a whole number", stored)
@@ -241,7 +246,9 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
 
 
 def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
-    """Returns the hash in the record of the file at `path`; None where there is no record."""
+    """Returns the hash in the record of the file at `path`, which has `size` bytes; None if there
+    is no record.
+    """
     place = record_of(path)
     if not place.exists():
         return None
@@ -261,7 +268,7 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn an error of the system into a sentence that names `path`."""
+    """Turns an `OSError` raised inside into one whose message names `path`."""
     try:
         yield
     except OSError as error:
@@ -273,4 +280,5 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _chunks(file: File) -> Iterator[np.ndarray]:
+    """Returns the tokens of a file, `CHUNK` at a time."""
     return (np.asarray(file[at : at + CHUNK]) for at in range(0, len(file), CHUNK))

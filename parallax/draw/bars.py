@@ -1,4 +1,4 @@
-"""The bytes of a device by kind, for several plans, and the bytes that it sends per axis."""
+"""Tables and bar charts of a device's bytes: by kind, for several plans, and as sent per axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ def bytes_by_kind(
     With a `path`, also draws a picture there: a stacked bar for each plan.
 
     Args:
-        plans: for each plan's name the bytes of each kind, such as a plan's `Memory.at_peak`.
+        plans: by the name of each plan, the bytes of each kind, such as a plan's `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
         counted: says which bytes these are, such as `"sent in a step"`.
 
@@ -75,6 +75,7 @@ def traffic(
 def _stacked_bars(
     plans: Mapping[str, Mapping[str, Number]], kinds: Sequence[str], counted: str, path: canvas.Path
 ) -> None:
+    """Draws a stacked bar for each plan, with a box for each kind of bytes and the total on top."""
     totals = [sum(plan.values()) for plan in plans.values()]
     unit, name = canvas.scale(max(totals))
     width = max(1.3, 0.085 * max(map(len, plans)) + 0.3)
@@ -103,6 +104,7 @@ def _stacked_bars(
 
 
 def _bars(by_name: Mapping[str, Number], path: canvas.Path) -> None:
+    """Draws a horizontal bar for the bytes of each axis."""
     unit, name = canvas.scale(max(by_name.values(), default=0))
     picture = canvas.figure(6.4, 0.5 * len(by_name) + 1.3)
     axes = picture.add_subplot()

@@ -36,12 +36,12 @@ def save(picture: Any, path: Path) -> None:
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Removes the lines round a panel: those at `sides`, or all."""
+    """Removes the lines around a panel: those at `sides`, or all."""
     axes.spines[list(sides) or ["top", "right", "bottom", "left"]].set_visible(False)
 
 
 def colour(k: int, count: int) -> Any:
-    """Returns colour k of `count`: from a short list, or from a colour map where there are more."""
+    """Returns colour k of `count`: from a short list, or from a colour map if there are more."""
     if count <= len(COLOURS):
         return COLOURS[k]
     from matplotlib import colormaps
@@ -82,17 +82,19 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """Returns the bytes of the unit in which `largest` is written, and the unit."""
+    """Returns the unit in which `largest` bytes are best written: its size in bytes, its name."""
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns rows as lines of aligned text: the first `left` columns flush left, the others
-    right."""
+    """Returns a table as lines of aligned text: the first `left` columns are flush left, the others
+    flush right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
+        """Returns a row as one line."""
         padded = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
         padded += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
         return "  ".join(padded).rstrip()

@@ -1,4 +1,4 @@
-"""Texts and pictures as one HTML page that loads nothing, for phones and dark mode too."""
+"""Texts and pictures as one HTML file that loads no others, also for phones and dark mode."""
 
 import base64
 import html
@@ -32,7 +32,9 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 
     Args:
         path: the HTML file to write.
-        sections: by heading: texts, and the paths of SVG or PNG pictures, which are embedded.
+        title: the title of the page.
+        sections: by heading, the parts below it: texts, and the paths of SVG or PNG pictures, which
+            are embedded.
 
     Raises:
         ValueError: a picture's suffix is neither .svg nor .png.
@@ -55,6 +57,7 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 
 
 def _html(part: str | Path, name: str) -> str:
+    """Returns a text, or a picture with its bytes, as HTML; `name` describes the picture."""
     if isinstance(part, str):
         longest = max(map(len, part.splitlines()), default=0)
         wraps = ' class="wraps"' if longest > LONG else ""

@@ -1,4 +1,4 @@
-"""How many microbatches each stage holds over the time of a schedule: the memory that it costs."""
+"""The number of microbatches that each stage of a schedule holds over time: its cost in memory."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,19 @@ def in_flight(
     backward: Cost | None = None,
     weight: Cost = 1,
 ) -> str:
-    """Returns the microbatches whose residuals each stage holds in lockstep: the most and the mean.
+    """Returns a table of the microbatches whose residuals each stage holds in lockstep: the most,
+    and the mean over time.
 
-    Residuals are held from the start of the forward job to the end of the last gradient's; those of
-    one of v chunks count 1/v. With a `path`, also draws a panel for each stage there, as wide as
-    `timeline`'s picture.
+    Residuals are held from the start of a forward job to the end of the job of the last gradient;
+    the residuals of one of v chunks count 1/v. With a `path`, the function also draws a panel for
+    each stage, as wide as `timeline`'s picture.
 
     Args:
-        forward: the time of one microbatch through a stage's F, above 0; also `backward`, `weight`.
+        schedule: the schedule.
         path: the PNG, SVG or PDF file to write.
+        forward: the time of the forward job of one microbatch in a stage, above 0.
+        backward: the time of a backward job.
+        weight: the time of a job of weight gradients.
 
     Raises:
         ValueError: a cost is not above 0.
@@ -68,12 +72,14 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
 
 
 def _mean(curve: Curve, end: float) -> float:
+    """Returns the mean of a curve over the time from 0 to `end`."""
     stops = [time for time, _ in curve[1:]] + [end]
     spans = zip(curve, stops, strict=True)
     return sum(count * (stop - start) for (start, count), stop in spans) / end
 
 
 def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Path) -> None:
+    """Draws a panel for each stage, with the microbatches that it holds over time."""
     highest = max(count for curve in curves for _, count in curve)
     picture = canvas.figure(inches + 1.7, 0.5 * len(curves) + 1.3)
     panels = picture.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]

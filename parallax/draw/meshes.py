@@ -1,4 +1,4 @@
-"""The place of each device in a mesh. For an array: `jax.debug.visualize_array_sharding`."""
+"""Tables of the devices of a mesh. For an array, use `jax.debug.visualize_array_sharding`."""
 
 import math
 
@@ -29,10 +29,16 @@ def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
 
 
 def _number(device) -> str:
+    """Returns the number of a device as text."""
     return str(device.id)
 
 
 def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Path) -> None:
+    """Draws the devices: a panel for each index of the first axes, in it a square of devices by the
+    last two axes.
+
+    `numbers` has the number of each device, [*mesh]. A mesh of one axis is drawn as one row.
+    """
     if len(names) == 1:
         names, numbers = ["", *names], numbers[None]
     panels = list(np.ndindex(numbers.shape[:-2]))

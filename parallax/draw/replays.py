@@ -14,9 +14,10 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # for shares above
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Lines of time for computing and for each set of axes: `#` busy, `+` over half, `.` less.
+    """Returns a line of time for computing, and one for each set of axes: `#` where it is busy, `+`
+    for over half of the time, `.` for less.
 
-    With a `path`, also draws them there.
+    With a `path`, the function also draws the lines.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -48,6 +49,7 @@ def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
+    """Returns the events by row: "compute" first, then the axes in the order of their messages."""
     rows: dict[str, list[Event]] = {"compute": []}
     for event in events:
         rows.setdefault(event.row, []).append(event)
@@ -55,7 +57,10 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """Returns the share of each part of the time in which any of the events runs."""
+    """Returns for each of `WIDTH` equal parts of the time the share in which an event runs.
+
+    Events may overlap: time in which two of them run counts once.
+    """
     busy, until = np.zeros(WIDTH), 0.0
     edges = np.linspace(0.0, end, WIDTH + 1)
     for event in sorted(events, key=lambda event: event.start):
@@ -67,6 +72,7 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
 
 
 def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path) -> None:
+    """Draws a line for each row, with a box for each event."""
     picture = canvas.figure(12.0, 0.5 * len(rows) + 1.3)
     axes = picture.add_subplot()
     end = 1e3 * timeline.seconds

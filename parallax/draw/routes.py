@@ -1,4 +1,4 @@
-"""A collective's table round by round: the blocks that a device sends, and those it holds."""
+"""The table of a collective, round by round: the blocks that a device sends and holds."""
 
 import itertools
 import math
@@ -10,14 +10,14 @@ from parallax.draw import canvas
 
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
-    """Returns a table as text: for each round the blocks that every device sends, and those it then
-    holds.
+    """Returns a table as text: for each round the blocks that every device sends, and the blocks
+    that it then holds.
 
-    A block is named by its offset, in row-major order of the box: block 3 belongs to the device 3
-    further on. The numbers after a block list the devices summed into it, by how far they lie
-    behind its owner. For a gather, read the rounds backwards.
+    A block is named by its offset, in row-major order of the box: the owner of block 3 is the
+    device 3 further on. The numbers after a block list the devices whose terms are summed in it, by
+    their distance behind the owner. For a gather, read the rounds backwards.
 
-    With a `path`, also draws the devices in a circle there, once for each round, with an arrow for
+    With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
 
     Args:
@@ -34,6 +34,7 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
+    """Yields the lines of a table: its sizes; then, for each round, its messages and the blocks."""
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
     yield (
@@ -53,8 +54,9 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns the moves of round r: the number of the message, and the block's offset before and
-    after."""
+    """Returns a triple for each block that is sent in round r: the number of its message, and the
+    block's offset before and after.
+    """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
         for k, (step, offsets) in enumerate(table.rounds[r].items())
@@ -63,8 +65,9 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 
 
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
-    """Returns the blocks that a device holds at first and after each round, each with the devices
-    in it."""
+    """Yields the blocks that a device holds, first at the start and then after each round: by the
+    block's offset, the numbers of the devices that are summed in it.
+    """
     numbers = [table.device_number(offset) for offset in table.points()]
     blocks = {number: {number} for number in numbers}
     yield blocks
@@ -78,6 +81,7 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
+    """Draws a circle of devices for each round, or for several rounds with equal messages."""
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
@@ -93,15 +97,16 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Returns consecutive rounds with messages of the same steps; rounds without a message are left
-    out."""
+    """Yields groups of consecutive rounds whose messages go the same steps. Rounds without a
+    message are left out.
+    """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
         yield list(rounds)
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draws the devices and the messages of the first of some rounds, which have equal messages."""
+    """Draws the devices and the messages of some rounds, which are equal in all of them."""
     angles = [2 * math.pi * device / table.n for device in range(table.n)]
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]
     sends = table.rounds[rounds[0]]
@@ -119,6 +124,7 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
+    """Returns the numbers of the rounds, and the fewest and the most blocks that a device sends."""
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}
     count = "-".join(str(bound) for bound in sorted({min(blocks), max(blocks)}))

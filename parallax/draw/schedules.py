@@ -33,8 +33,8 @@ def summary(
 def text(schedule: Schedule) -> str:
     """Returns the tables as text: a column for each tick, and a line for each lane of each stage.
 
-    A cell is a microbatch (with chunks, microbatch.chunk) or a dot. The second line names the lanes
-    that run anywhere in a tick; where it changes, a new phase begins.
+    A cell is a microbatch (with chunks, microbatch.chunk), or a dot if the stage is idle. The
+    second line names the lanes that run on any stage in a tick; a change marks a new phase.
     """
     names = _letters(schedule)
     running = []
@@ -44,6 +44,7 @@ def text(schedule: Schedule) -> str:
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
         for lane, table in schedule.lanes.items():
+            # A job is microbatch * chunks + chunk; idle is -1, which divmod takes to microbatch -1.
             jobs = [divmod(job, schedule.chunks) for job in table[:, s].tolist()]
             cells = [job_name(m, c, schedule.chunks) if m >= 0 else "." for m, c in jobs]
             lines.append([f"stage {s} {names[lane]}", *cells])
@@ -63,11 +64,12 @@ def timeline(
     weight: Cost = 1,
     title: str = "",
 ) -> None:
-    """Draws stages by time to `path` (PNG, SVG or PDF): jobs coloured by lane and shaded by chunk.
+    """Draws the stages over time to `path` (PNG, SVG or PDF): a box for each job, with a colour for
+    each lane and a shade for each chunk.
 
-    A box holds its microbatch's number where there is room. The bubble stays grey. The right margin
-    gives the most microbatches that each stage holds. Jobs run in lockstep. `title` stands before
-    the summary over the picture, such as the schedule's name.
+    A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
+    shows the most microbatches that each stage holds. Jobs run in lockstep. `title`, such as the
+    schedule's name, comes before the summary above the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,18 +115,20 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Returns the inches that a picture's time needs so that the shortest job has room for its
-    number."""
+    """Returns the width in inches of a picture of `spans` in which the shortest job has room for
+    its number.
+    """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
 
 
 def _letters(schedule: Schedule) -> dict[str, str]:
-    """F, B and W; the backward lane next to a weight lane is I."""
+    """Returns the letter of each lane: F, B and W. With a weight lane, the backward lane is I."""
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
+    """Returns the name of a lane and a chunk in the legend."""
     letter = _letters(schedule)[lane]
     word = {"I": "input gradient", "W": "weight gradient"}.get(letter, lane)
     suffix = f", chunk {chunk}" if schedule.chunks > 1 else ""

@@ -1,5 +1,5 @@
-"""Causal attention whose queries share keys and values in groups: as many heads of keys as of
-queries, fewer, or one.
+"""Causal attention whose queries share keys and values in groups. There may be as many heads of
+keys as of queries, fewer, or one.
 """
 
 import jax
@@ -22,23 +22,24 @@ def grouped(
     """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
     wider.
 
-    Query head h attends to the keys and values of head h // (H / G): neighbours share theirs. With
-    G = H it is attention as Vaswani et al. have it, with G = 1 multi-query attention. It holds
-    B H T S scores.
+    Query head h attends to the keys and values of head h // (H / G), so neighbouring heads share
+    them. With G = H this is the attention of Vaswani et al., with G = 1 multi-query attention. The
+    B H T S scores are in memory at once, for S keys.
 
     Args:
-        q: queries of H heads.
-        k: keys of G heads.
-        v: values, likewise.
-        first: the place of the first query among the keys: query t sees keys 0 to `first` + t.
-        segments: the document of each token, where there are as many keys as queries; those of one
-            alone see each other.
-        sharers: H / G of the whole model, to have a shard refused that did not pick its groups;
-            None: any.
+        q: the queries of H heads.
+        k: the keys of G heads.
+        v: the values of G heads.
+        first: the place of the first query among the keys: query t sees the keys 0 to `first` + t.
+        segments: the number of each token's document, if there are as many keys as queries; tokens
+            of different documents do not see each other.
+        sharers: H / G of the whole model. It is checked, so that a shard that did not pick its
+            groups is refused; None: not checked.
 
     Raises:
-        ValueError: the heads of `q` are no multiple of those of `k` and `v`, or not `sharers` to
-            one. A device with fewer than `sharers` heads of queries has one of keys.
+        ValueError: H is no multiple of G, or the shard does not have `sharers` heads of queries for
+            each head of keys. A device with fewer than `sharers` heads of queries needs one head of
+            keys.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """

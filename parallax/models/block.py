@@ -1,7 +1,7 @@
-"""A pre-norm transformer block, as all families here have it: attention, then a feed-forward.
+"""The pre-norm transformer block that all families here share: attention, then a feed-forward.
 
-A family gives the functions that differ: how queries, keys and values are computed, what the
-feed-forward computes, and dropout.
+A family gives the functions in which it differs: one computes queries, keys and values, one is the
+feed-forward, and one is dropout.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Linear(eqx.Module):
 
     @property
     def bias_or_none(self) -> Float[Array, "..."] | None:
-        """The bias as the functions of `tensor` take it."""
+        """The bias, or None without one, as the functions of `tensor` take it."""
         return None if isinstance(self.bias, tuple) else self.bias
 
 
@@ -48,6 +48,7 @@ class Block(eqx.Module):
 
 
 def _unchanged(y: Any, site: int) -> Any:
+    """Returns `y`: a family without dropout."""
     return y
 
 
@@ -62,20 +63,22 @@ def apply(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> tuple[Float[Array, "batch tokens_shard width"], Any]:
-    """Returns the residual stream after a block, and the auxiliary value of its feed-forward, or
+    """Returns the residual stream after a block, and the auxiliary value of its feed-forward or
     None.
 
-    Over the axis of `comms` it moves two all-reduces of [B, T, D] forward and two backward, or
-    their halves.
+    Over the axis of `comms` a block costs two all-reduces of [B, T, D] forward and two backward; or
+    as many reduce-scatters and all-gathers, if tokens are split between the layers.
 
     Args:
-        weights: of one block.
+        weights: the weights of one block.
         x: the residual stream.
-        heads: from the normalised stream to queries, keys and values by head.
-        feed_forward: from the normalised stream to what it adds, and an auxiliary value or None.
-        dropped: `(y, site)` to `y` with dropout, at the first and the second half.
-        epsilon: of the norms.
-        comms: how blocks communicate.
+        heads: a function from the normalised stream to queries, keys and values by head.
+        feed_forward: a function from the normalised stream to the sum that it adds, and an
+            auxiliary value or None.
+        dropped: a function `(y, site)` that returns `y` with dropout; site 1 is after the
+            attention, and site 2 after the feed-forward.
+        epsilon: the epsilon of the norms.
+        comms: how the devices of the block communicate.
         attend: the attention function.
     """
     x = residual(x, "blocks.*.in", comms)

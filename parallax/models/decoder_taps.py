@@ -1,5 +1,5 @@
-"""The taps of a decoder: its values by their logical places, however rows, tokens, heads and hidden
-units are split.
+"""The taps of a decoder. They record each value with its places in the whole model, so runs that
+split rows, tokens, heads and hidden units in different ways can be compared.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,14 @@ from parallax._typing import PyTree, Specs
 from parallax.collectives.types import axes
 from parallax.tensor import Comms
 
-GATHERED = ("data", "context")  # over these a weight is whole when it is used
+GATHERED = ("data", "context")  # when a weight is used, these axes do not split it
 
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
-    """Returns `x` of the residual stream, [B, T, D], with a tap."""
+    """Returns `x` of the residual stream, [B, T, D], with a tap.
+
+    A device may have a part of the tokens, in any order: the tap is told their places.
+    """
     if not recording.is_on():
         return x
     return taps.tap(
@@ -31,12 +34,14 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
 
 
 def whole(x: Any, path: str, comms: Comms) -> Any:
-    """Returns `x` of all the layers' tokens, [B, T, ...], with a tap."""
+    """Returns `x`, [B, T, ...], with a tap. Devices of the tensor axis have the same tokens."""
     return x if not recording.is_on() else _whole(x, path, comms, P(taps.BATCH))
 
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
-    """Returns `whole`, of which a device has a part along `dim`: its heads, or hidden units."""
+    """Returns `x` with a tap, where each device of the tensor axis has a part along `dim`: its
+    heads, or its hidden units.
+    """
     if not recording.is_on():
         return x
     names = axes(comms.axis.names)
@@ -51,13 +56,18 @@ def loss(value: Any) -> Any:
 def block(
     apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int
 ) -> Callable[..., Any]:
-    """Returns one block, `(weights, x, layer) -> x`, with taps of its weights as it uses them.
+    """Returns one block, `(weights, x, layer) -> x`, with taps of the weights that it uses.
 
-    `specs` are the model's, `where` picks the blocks, and `loops` first dims of their arrays are
-    looped over.
+    Args:
+        apply: the block.
+        specs: the specs of the model.
+        where: picks the blocks in a model, or in its specs.
+        loops: the number of leading dims of the blocks' arrays that loops run over, such as the
+            dim of layers.
     """
 
     def tapped(weights, x, layer):
+        """Returns the output of the block, with taps of its weights under the number of its layer."""
         with recording.at(layer=layer):
             return apply(
                 taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
@@ -71,11 +81,12 @@ def block(
 def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Returns `embed` or `head`, with taps of the weights that are in no block; `specs` and `where`
-    as in `block`.
+    """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block.
+    `specs` and `where` are those of `block`.
     """
 
     def tapped(model, *others):
+        """Returns `f` of a model whose weights outside the blocks have taps."""
         if not recording.is_on():
             return f(model, *others)
         ends_alone = eqx.tree_at(where, model, None)
@@ -90,6 +101,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     """Returns a gradient function, with taps of the gradients that the optimizer gets."""
 
     def tapped(*arguments):
+        """Returns the value, and the gradients with taps."""
         value, gradient = grad(*arguments)
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)
 
@@ -97,6 +109,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
 
 def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
+    """Returns `x` with a tap, and the places of the tokens that a context axis leaves on a device."""
     return taps.tap(
         x,
         path,
@@ -106,5 +119,5 @@ def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
 
 
 def _positions(tokens: int) -> Int[Array, " tokens"]:
-    """Returns the places of a sequence's tokens."""
+    """Returns the places of the tokens of a whole sequence: 0, 1, ..."""
     return jnp.arange(tokens, dtype=jnp.int32)

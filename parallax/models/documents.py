@@ -1,13 +1,13 @@
-"""Documents packed into one window: a token sees those of its own document, and the loss leaves out
-what follows a cut.
+"""Documents packed into one window: a token sees only tokens of its own document, and the loss
+leaves out the first token of each further document.
 
     compute = decoder.Compute(documents=documents.ends_with(tokenizer.end))  # whatever the layout
     numbers = documents.ends_with(0)(windows)
     loss = gpt2.loss(model, documents.with_segments(Batch(windows), numbers))
 
-The cuts are read from the tokens, so nothing but windows has to be stored, sent or split. Places in
-the window stay: a model with rotary positions computes for each document what it would alone; one
-that learns its positions sees them go on.
+The cuts are read from the tokens, so only windows have to be stored, sent and split. Positions
+count from the window's first token. A model with rotary positions computes for each document the
+same as for the document alone; a model that learns its positions does not.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,12 @@ Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 
 
 def ends_with(token: int) -> Documents:
-    """Returns a function from windows to the number of each token's document, where each document
-    ends with `token`: 0 for the first one.
+    """Returns a function from windows to the number of each token's document in its window, from 0
+    on. Each document ends with `token`.
     """
 
     def numbered(windows):
+        """Returns the number of `token`s before each token, [batch, window]."""
         ends = (windows == token).astype(jnp.int32)
         return jnp.cumsum(ends, axis=1) - ends
 
@@ -39,10 +40,11 @@ def ends_with(token: int) -> Documents:
 
 
 def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
-    """Returns `batch` with its documents apart, by the number of each token's: of inputs of another
-    one none is seen, and a target of another one than its input has a weight of 0.
+    """Returns `batch` with its documents kept apart; `numbers` has the number of each token's
+    document.
 
-    The loss is then a weighted mean: see `cross_entropy.normalized`.
+    A token does not see inputs of other documents. A target has a weight of 0 if its input is of
+    another document. The loss is then a weighted mean: see `cross_entropy.normalized`.
 
     Raises:
         ValueError: the numbers are not whole, or not one for each token of the windows.
@@ -62,11 +64,12 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `stage`, one of `Family.stages`, refused when it is traced where it does not read the
-    documents of its part.
+    """Returns `stage`, the second function of `Family.stages`, with a check: when it is traced, it
+    must read `Batch.segments`, or a `ValueError` is raised.
     """
 
     def wrapped(*arguments):
+        """Returns `stage(*arguments)`, after a trace that shows which of the arguments it reads."""
         arrays, static = eqx.partition(arguments, is_array)
 
         def array_results(*arrays):
@@ -85,10 +88,10 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """Returns the share of all pairs of a token and one before it, or itself, that are of one
-    document: attention masks the rest.
+    """Returns the share of attention scores that are not masked. Without documents each token sees
+    itself and all tokens before it; the share counts the pairs within one document.
 
-    `numbers` are those of the tokens' documents, each of which lies in one piece.
+    `numbers` has the number of each token's document; the tokens of a document follow one another.
     """
     rows = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
     tokens = np.shape(numbers)[1]

@@ -1,7 +1,7 @@
 """The record of functions that the recipe of `decoder` needs from a kind of model, and its batch.
 
-GPT-2's is `gpt2.FAMILY`. Another decoder trains over every layout by a record of its own; nothing
-here is inherited.
+The record of GPT-2 is `gpt2.FAMILY`. Another decoder trains over every layout if it has such a
+record; there is no class to inherit from.
 """
 
 import functools
@@ -22,17 +22,17 @@ from parallax.remat import none
 
 
 class Batch(NamedTuple):
-    """What a loss is computed of; a tuple of the first two does too.
+    """The batch that a loss is computed from; a tuple of the first two attributes will do, too.
 
     Attributes:
-        windows: sequences of T + 1 tokens. One outside the vocabulary makes the loss nan, unless it
-            and all after it in its sequence have a weight of 0.
+        windows: sequences of T + 1 tokens. A token outside the vocabulary makes the loss nan,
+            unless it and all later tokens of its sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
-        weights: of each token after the first; None: all count alike. `cross_entropy.normalized`
-            makes a mean of them.
-        segments: the document of each token but the last, by a whole number: a token sees those of
-            its own alone; None: all are of one. `documents.with_segments` makes them, with the
-            weights that go with them.
+        weights: the weight of each token after the first; None: all are 1. With
+            `cross_entropy.normalized` the loss is a weighted mean.
+        segments: the number of each input's document: a token sees only its own document. None: all
+            tokens are of one document. `documents.with_segments` makes the segments and the weights
+            for them.
     """
 
     windows: Int[Array, "batch window"]
@@ -43,47 +43,47 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Configuration(Protocol):
-    """The sizes of a model, as its family's functions read them. What the recipe reads is what a
-    layout must divide.
+    """The sizes of a model. The family's functions may read more of them; the recipe reads only
+    `sizes`, which a layout must divide.
     """
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and experts where
-        there are some.
+        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and the number of
+        experts if the model has experts.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of decoder: what the recipe calls.
+    """A kind of decoder: the functions that the recipe calls.
 
     Args:
         model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf
             may be static. The arrays of its blocks have a first dim of layers.
-        stages: `(config, stage_axis, axis, *, comms, attend, remat, unroll)` to the functions
-            `(embed, stage, head)` of `pipeline.value_and_grad`. Without a pipeline, `stage_axis` is
-            `()`, and `stage` runs all layers. The blocks join by `comms(axis)` (`tensor.comms`,
-            `sequence.comms` or `context.comms`); `remat` wraps the function `(weights, ...)` of one
-            layer, `unroll` of which stand in the loop's body. Auxiliary values of a stage have a
-            first dim of its layers.
-        rules: `(axis, *, stage, size)` to the rule of the model over `axis`, of that size; with a
-            `stage`, which may be None, of one whose blocks are [v, L / v, ...]. That of a
-            configuration with experts takes `expert=` too, the axis that they are split over, where
-            a layout splits them.
-        logits: `(model, tokens)` to the logits after each token, of the whole model on one device,
-            for generation.
-        cached: from a whole model to its `cached.Cached`, which keeps keys and values; None: it
-            writes without.
+        stages: a function `(config, stage_axis, axis, *, comms, attend, remat, unroll)` that
+            returns the functions `(embed, stage, head)` of `pipeline.value_and_grad`. Without a
+            pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
+            `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`). `remat` wraps the
+            function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
+            auxiliary values of a stage have a first dim of its layers.
+        rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
+            `axis`, of this size. With `stage`, which may be None, it is the rule of a model whose
+            blocks are [v, L / v, ...]. For a configuration with experts the function also takes
+            `expert=`, the axis that splits the experts.
+        logits: a function `(model, tokens)` that returns the logits after each token, of the whole
+            model on one device, to draw text.
+        cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
+            while text is drawn; None: text is drawn without.
         attention: the attention function, given to `stages` unless `Compute` has another.
-        tpu_attention: the same by a kernel for TPUs, taken instead on a mesh of them; None: there
-            is none.
+        tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
+            is no kernel.
         blocks: the path of the blocks in the model.
-        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function
-            that attends over it: `context.causal_attention` where `attention` is softmax(q k^T /
-            sqrt(K)) v of each token and those before it; None: it has no context axis.
-        uses_dropout: whether a configuration has dropout: then each sequence gets a random key.
+        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
+            context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
+            k^T / sqrt(K)) v. None: the model cannot have a context axis.
+        uses_dropout: whether a configuration has dropout; each sequence then gets a random key.
     """
 
     model: type[Any]
@@ -103,11 +103,11 @@ class Family:
 
 
 def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tokens"] | None:
-    """Returns whether a token of a weight sees each input of a causal model: `weights` are of the
-    tokens after the inputs.
+    """Returns for each input whether the loss of a causal model depends on it: its target, or a
+    later one in its sequence, has a weight that is not 0. `weights` are those of the targets.
 
-    The other inputs may be anything, such as the -100 that fills a sequence up. None stays None:
-    all are seen.
+    The other inputs may have any value, such as the -100 that pads a sequence. None stays None: the
+    loss depends on all inputs.
     """
     if weights is None:
         return None
@@ -125,24 +125,25 @@ def run_blocks(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Any:
-    """Returns `x` after these blocks, whose arrays have a first dim of layers. One layer's code,
-    whatever L is.
+    """Returns `x` after these blocks, whose arrays have a first dim of layers. The compiled program
+    has the code of one layer, whatever L is.
 
-    Of blocks that return a `pipeline.Output` it is an `Output` too: the sum of their terms of the
-    loss, and their auxiliary values, [L, ...] each.
+    If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
+    losses and with their auxiliary values, [L, ...] each.
 
     Args:
-        blocks: of the model, of a stage, or of one chunk.
-        x: what enters the first of them.
+        blocks: the blocks of the model, of a stage, or of one chunk.
+        x: the input of the first block.
         keys: a random key for each sequence, or None.
-        apply: one block, `(weights, x, keys, layer) -> x`, or to an `Output`.
+        apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
         first_layer: the place of the first block in the model.
-        remat: wraps `(weights, x, layer) -> x`.
-        unroll: blocks in the loop's body.
+        remat: wraps the function `(weights, x, layer) -> x`.
+        unroll: the number of blocks in the loop's body.
     """
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
+        """Returns the output of one block; taps in it record the number of its layer."""
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 
@@ -150,6 +151,7 @@ def run_blocks(
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
 
     def next_block(x, weights_and_layer):
+        """Returns x after one block, and its loss and auxiliary values, as a step of `lax.scan`."""
         weights, layer = weights_and_layer
         result = body(weights, x, layer)
         if isinstance(result, Output):

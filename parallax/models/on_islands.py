@@ -57,15 +57,15 @@ def train_step(
     the islands first.
 
     Args:
-        one_island: the step of one island, on a mesh that has the axes of the islands too:
-            `mesh.make(island=2, **layout.axes)`. Its batch is that of one island.
+        one_island: the step of one island, with the batch of one island, on a mesh that also has
+            the axes of the islands: `mesh.make(island=2, **layout.axes)`.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
-        every: steps between two rounds.
+        every: the number of steps between two rounds.
         axis: the axis of the islands, as in `islands.local`.
-        stream: as in `islands.local`.
+        stream: the order of the exchanges, as in `islands.local`.
 
     Raises:
-        ValueError: as `islands.local` and `islands.init` do.
+        ValueError: `islands.local` or `islands.init` refuses the arguments.
     """
     names, setup = islands.axis_names(axis), one_island.setup
     sequences = one_island.batch * islands.number_of_islands(axis, setup.mesh)
@@ -80,6 +80,7 @@ def train_step(
     )
 
     def keys(number):
+        """Returns the random keys of step `number`, for the sequences of all islands."""
         return one_island.keys(number, sequences)
 
     train = decoder.compiled(

@@ -1,8 +1,8 @@
-"""Work in stages that all processes end well, or none: each learns whether the others did, and
-whether to try again.
+"""Work in stages that either all processes end well, or none: each process learns whether the
+others did, and whether all try again.
 
-They meet at barriers of JAX's coordinator, not in a collective: so work in the background may be in
-stages, no device waits, and a stage may take as long as it takes.
+Processes meet at barriers of JAX's coordinator, not in a collective. So stages may run in the
+background, no device waits, and a stage may take as long as it needs.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 
 LONG = 86_400.0  # seconds that one process may work while the others wait for it
-SOON = 30.0  # seconds in which a process takes its next breath, once all have ended a stage
+SOON = 30.0  # seconds in which every process comes to the next barrier, once all ended a stage
 
-# Of the storage, and perhaps over in a while: nothing that a program's mistake would give.
+# Errors of the storage that may go away by themselves. None comes from a mistake in a program.
 TRANSIENT = {
     *(
         errno.EIO,
@@ -51,12 +51,12 @@ TRANSIENT = {
 
 
 class Elsewhere(OSError):
-    """Another process could not do its part, and says why itself."""
+    """Another process could not do its part; that process prints the reason."""
 
 
 # A barrier, `meet(key=..., timeout_ms=...)`: it returns when all processes have called it with this
-# key, and raises `jax.errors.JaxRuntimeError` on all of them where one has not come within the
-# time. `orbax.checkpoint.multihost` has one.
+# key. If one does not come within the time, it raises `jax.errors.JaxRuntimeError` on all of them.
+# `orbax.checkpoint.multihost` has one.
 Meet = Callable[..., None]
 
 
@@ -64,11 +64,11 @@ class Stages:
     """The stages of one piece of work, the same ones on every process.
 
     Args:
-        name: unlike that of any other work of the job.
-        meet: a barrier; of one process, a function that does nothing.
+        name: a name that no other work of the job has.
+        meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a stage that did not end well: whether all that went wrong is transient.
+        again: after a stage that did not end well, whether all of its errors are transient.
     """
 
     def __init__(self, name: str, meet: Meet):
@@ -76,11 +76,17 @@ class Stages:
         self._number, self._over = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Waits until all processes have ended this stage well. `error` says why this one has not,
-        and is raised.
+        """Waits until all processes have ended this stage.
+
+        A barrier carries no message, so processes answer by coming or staying away. A process with
+        an error does not come to the barrier "well". If its error is not transient, it does not
+        come to the barrier "again" either.
+
+        Args:
+            error: the reason why this process did not end the stage well, or None; it is raised.
 
         Raises:
-            Elsewhere: this process has ended it well, and another one has not.
+            Elsewhere: this process ended the stage well, and another one did not.
             jax.errors.JaxRuntimeError: a process is gone.
         """
         self._number += 1
@@ -100,7 +106,7 @@ class Stages:
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
-        """Runs a stage in which the first process alone works. Raises as `end` does."""
+        """Runs a stage in which only the first process works. The errors are those of `end`."""
         error = None
         if jax.process_index() == 0:
             try:
@@ -110,14 +116,16 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Returns whether to try again after `error`, of this process or out of `end`: all
-        processes get one answer."""
+        """Returns whether to try again after `error`, which this process or `end` raised. All
+        processes get the same answer.
+        """
         if not self._over:
             with contextlib.suppress(Exception):
                 self.end(error)
         return self.again
 
     def _met(self, what: str, seconds: float) -> bool:
+        """Returns whether all processes came to the barrier `what` of this stage in time."""
         try:
             self._meet(
                 key=f"{self._name}, stage {self._number} {what}", timeout_ms=round(seconds * 1000)
@@ -130,13 +138,14 @@ class Stages:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Returns whether it says that a process did not come to a barrier in time."""
+    """Returns whether an error says that a process did not come to a barrier in time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "DEADLINE_EXCEEDED" in str(error)
 
 
 def transient(error: BaseException | None) -> bool:
-    """Returns whether an error is of the storage, and may be over in a while, as those of
-    `TRANSIENT` may."""
+    """Returns whether an error, or its cause, is an error of the storage that may go away by
+    itself: one of `TRANSIENT`, a barrier's deadline, or a file that TensorStore misses.
+    """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None

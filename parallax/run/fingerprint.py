@@ -1,23 +1,23 @@
-"""Copies compared on the devices that hold them: a bit that turned in one of them is found, with
-its leaf and its device.
+"""Copies compared on the devices that hold them: a bit that changed in one copy is found, with the
+leaf and the device.
 
     for i in range(first + 1, steps + 1):
         state, info = train(state, batch)
         if i % 50 == 0:
             fingerprint.check(i, state)            # raises CopiesDiffer, on all processes alike
 
-A parameter that all replicas hold is the same on all of them, to the bit, or something is broken: a
-memory, an arithmetic unit, a link, or a program. Nothing else notices it, since JAX reads one copy
-and takes it for all.
+A parameter that all replicas hold must have the same bits on all of them. If it does not, something
+is broken: a memory, an arithmetic unit, a link, or a program. Nothing else notices the difference,
+since JAX reads one copy and takes it for all.
 
-Each device makes two words of 32 bits of each of its own blocks, one gather brings the words of all
-devices to all, and every device compares what should be equal: along the mesh axes that do not
-split the leaf. It is a program of its own beside the step, so a step without a check costs nothing,
-compiles to what it was, and the check reads the arrays as they lie in memory. It reads the state
-once, and sends 8 bytes a leaf.
+Each device makes two words of 32 bits from each of its own blocks. One gather sends the words of
+all devices to all devices, and every device compares those that should be equal: along the mesh
+axes that do not split the leaf. The check is a program of its own beside the step, so a step
+without a check costs nothing and compiles as before. The check reads the state once, and sends 8
+bytes per leaf.
 
-An array of which each device has another block cannot be compared: `uncompared` names it. With ZeRO
-those are in the optimizer's state, and in stage 3 among the parameters too.
+An array cannot be compared if each device has another block of it; `uncompared` names such arrays.
+With ZeRO they are in the optimizer's state, and in stage 3 also among the parameters.
 """
 
 import functools
@@ -43,16 +43,16 @@ WORDS = 2  # of 32 bits, for each leaf
 
 
 class Differs(NamedTuple):
-    """A device whose copy of a leaf is not what it should be.
+    """A device whose copy of a leaf differs from other copies.
 
     Attributes:
-        leaf: its dotted path.
-        device: the device's id.
+        leaf: the dotted path of the leaf.
+        device: the id of the device.
         process: the process that the device belongs to.
-        alike: devices that hold the bits that this one holds, itself included.
-        copies: devices that should all hold the same bits.
-        outvoted: whether some other bits are on more devices than any. Where not, each of the
-            copies may be the right one, and each is named.
+        alike: the number of devices with the same bits as this one, itself included.
+        copies: the number of devices that should all hold the same bits.
+        outvoted: whether one other version of the bits is on more devices than any version. If not,
+            it is not known which version is right, and all devices are named.
     """
 
     leaf: str
@@ -72,12 +72,12 @@ class Differs(NamedTuple):
 
 
 class CopiesDiffer(RuntimeError):
-    """Copies that should be the same are not. The message is one line, with the step, the leaf and
+    """Copies that should be the same differ. The message is one line, with the step, the leaf and
     the device.
 
     Attributes:
-        step: the step after which they were compared.
-        found: as `differing` returned it.
+        step: the step after which the copies were compared.
+        found: the list that `differing` returned.
     """
 
     def __init__(self, step: int, found: Sequence[Differs]):
@@ -87,27 +87,28 @@ class CopiesDiffer(RuntimeError):
 
 
 def check(step: int, tree: PyTree) -> None:
-    """Raises `CopiesDiffer` where `differing(tree)` finds something. `step` is for its message."""
+    """Raises `CopiesDiffer` if copies of the arrays of `tree` differ; the message names `step`."""
     if differences := differing(tree):
         raise CopiesDiffer(step, differences)
 
 
 def differing(tree: PyTree) -> list[Differs]:
     """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
-    list where all is well.
+    list if none do.
 
-    What should be equal is known from the arrays themselves: a copy lies along each axis of the
-    mesh that its spec does not name. All processes call it, and get the same list. The copies that
-    most devices hold are taken to be right. The first in the list is the rarest: where a step has
-    since carried the fault on, as between tensor shards, that is where it came from.
+    The sharding of an array says which blocks should be equal: those of devices along the mesh axes
+    that the spec does not name. All processes must call the function, and get the same list. The
+    copies that most devices hold are taken to be right. The rarest copy comes first in the list: if
+    a step has carried the fault on to other devices, as between tensor shards, the fault most
+    likely began there.
 
-    One bit that turned is always found. So is any other difference but for one in some 2^64 of
-    them. A difference that a later step rounds away, as in the last bit of a moment, is gone from
-    the memory too, and is not found. NumPy arrays and other leaves are not looked at.
+    One changed bit is always found, and other differences are missed about once in 2^64. A
+    difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
+    and other leaves are not compared.
 
     Raises:
-        ValueError: there are no arrays; or one is not on a mesh, or on another mesh than the first;
-            or `tree` is being traced: inside a program call `compared`.
+        ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
+            first array; or `tree` is being traced: inside a program call `compared`.
     """
     placed = _placed(tree)
     same, words = jax.block_until_ready(
@@ -117,11 +118,13 @@ def differing(tree: PyTree) -> list[Differs]:
 
 
 def uncompared(tree: PyTree) -> list[str]:
-    """Returns the paths of the arrays (or shapes with shardings) of which no device holds a second
-    copy. Raises as `differing` does."""
+    """Returns the paths of the arrays (or shapes with shardings) that have only one copy. The
+    errors are those of `differing`.
+    """
     placed = _placed(tree)
 
     def copies(spec):
+        """Returns the number of devices with the same block."""
         sizes = placed.mesh.shape.items()
         return math.prod(size for name, size in sizes if name not in _split(spec))
 
@@ -131,8 +134,9 @@ def uncompared(tree: PyTree) -> list[str]:
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
-    """Returns the program that `differing` runs for these arrays, or shapes with shardings, to look
-    at. Raises as `differing` does."""
+    """Returns the program that `differing` runs for these arrays, or shapes with shardings, so that
+    it can be read. The errors are those of `differing`.
+    """
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
 
@@ -164,7 +168,7 @@ def compared(
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
             "Use the specs of rules.specs or step.init."
         )
-    # As varying values: the type says that replicas are equal, and that is the question.
+    # Typed as varying: a type that says that replicas are equal would let JAX read one of them.
     local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
     words = replicated(axis.all_gather(local_words), names).reshape(*sizes, len(leaves), WORDS)
     leaves_along: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -178,7 +182,7 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether all words are those of the first device along these dims."""
+    """Returns whether all words equal those of the first device along the dims `along`."""
     first = words
     for dim in along:
         first = lax.slice_in_dim(first, 0, 1, axis=dim)
@@ -189,15 +193,16 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Returns two words of all bits of `x` and of their places: another number, another place,
-    another word. Of any dtype.
+    """Returns two words of 32 bits that depend on all bits of `x`, of any dtype, and on their
+    places.
 
-    Each number is mixed with its place by a function that is one to one (the last steps of
-    MurmurHash3, by Austin Appleby), so one number that changes always changes the first word, which
-    is the sum modulo 2^32. In the second, as in Fletcher's checksum, places weigh the terms, so
-    what cancels in one sum does not in the other. Integers sum to the same in any order.
+    Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
+    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
+    changes always changes it. In the second word the places weigh the numbers, as in Fletcher's
+    checksum, so changes that cancel in one sum do not cancel in the other. Integer sums do not
+    depend on the order.
 
-    Costs a few integer operations beside reading `x` once on each device, and no memory.
+    The function reads `x` once on each device, with a few integer operations and no extra memory.
     """
     bits = _bits(_plain(x))
     strides = [math.prod(bits.shape[dim + 1 :]) % 2**32 for dim in range(bits.ndim)]
@@ -211,9 +216,10 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     )  # 2^32 over the golden ratio: near places are far apart in bits
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
 
-    # One reduction of both: two would each store what they add up, as large as `x`, on a CPU, and
-    # take three times as long.
+    # One reduction for both words: two reductions would each store an array as large as `x` on a
+    # CPU, and take three times as long.
     def both(sums, terms):
+        """Returns both sums with one more term each."""
         return (sums[0] + terms[0], sums[1] + terms[1])
 
     return jnp.stack(
@@ -222,20 +228,23 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns a number each of whose bits depends on each bit of `x`; different numbers stay
-    different."""
+    """Returns numbers whose bits each depend on all bits of `x`; different numbers stay
+    different.
+    """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return x ^ x >> np.uint32(16)
 
 
 def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns random keys as the numbers that they are."""
+    """Returns random keys as numbers, and other arrays unchanged."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the bits of each number as a word, or, along a last dim, as several."""
+    """Returns the bits of each number as a word of 32 bits; numbers of more bits get a last dim of
+    several words.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool or (
@@ -264,6 +273,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(tree: PyTree) -> _Placed:
+    """Returns the arrays of a tree, checked to be on one mesh."""
     named_leaves = jax.tree.leaves_with_path(tree)
     arrays = [
         (mesh.dotted(path), leaf)
@@ -288,6 +298,7 @@ def _placed(tree: PyTree) -> _Placed:
 
 
 def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
+    """Returns the spec and the mesh of an array. Refuses one that is traced or on no mesh."""
     if isinstance(leaf, Tracer):
         raise ValueError(
             f"fingerprint looks at arrays that are there, and {path or 'the array'} is being "
@@ -305,6 +316,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
 
 
 def _places(device_mesh: Mesh) -> tuple:
+    """Returns the axes, the shape and the devices' ids of a mesh, to compare it with another."""
     return (
         device_mesh.axis_names,
         device_mesh.devices.shape,
@@ -313,7 +325,7 @@ def _places(device_mesh: Mesh) -> tuple:
 
 
 def _split(spec: PartitionSpec) -> set[str]:
-    """Returns the axes that a spec names: along those, blocks differ."""
+    """Returns the axes that a spec names: along them each device has another block."""
     return {name for entry in spec for name in mesh.entry_axes(entry)}
 
 
@@ -321,6 +333,8 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
+    """Returns whether all copies are equal, and the words [*mesh, leaves, words] of all devices."""
+
     def local(*blocks):
         return compared(blocks, specs, over.axis_names)
 
@@ -328,8 +342,10 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies that differ, rarest first, from the words [*mesh, leaves, words] of all
-    devices."""
+    """Returns the copies that differ, the rarest first.
+
+    `words` are the words of all devices, [*mesh, leaves, words].
+    """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
@@ -343,8 +359,9 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """Returns the devices' places in the mesh, those together that differ along other dims than
-    `splits`."""
+    """Returns the places of the devices in the mesh, in groups that should hold equal blocks: the
+    devices of a group have the same index along the dims `splits`.
+    """
     groups = defaultdict(list)
     for place in np.ndindex(*device_mesh.devices.shape):
         groups[tuple(place[dim] for dim in splits)].append(place)
@@ -354,8 +371,11 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """Returns the devices of one group, by place, whose words are not the most common ones: all
-    devices where no words are."""
+    """Returns the devices of one group whose words differ from the most common ones. If no words
+    are the most common, all devices of the group are returned.
+
+    `words_of` has the words of each device by its place in the mesh.
+    """
     counts = Counter(words_of.values())
     if len(counts) == 1:
         return []
@@ -363,6 +383,7 @@ def _strays(
     strays = [place for place, words in words_of.items() if most == second or words != usual]
 
     def alike(place):
+        """Returns how many devices have the same words as the device at `place`."""
         return counts[words_of[place]]
 
     return [

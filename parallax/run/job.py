@@ -17,9 +17,9 @@ class Job:
     """One process of a job, as `processes.initialize` returns it.
 
     Args:
-        rank: of this process, from 0.
+        rank: the rank of this process, from 0.
         processes: the number of processes.
-        peers: the other processes, a `peers.Peers`; `None` for a process alone.
+        peers: the other processes, a `peers.Peers`; `None` in a job of one process.
     """
 
     rank: int = 0
@@ -31,7 +31,7 @@ class Job:
 
     @property
     def who(self) -> str:
-        """The words for this process, as in `rank 1 on node7 (process 77)`."""
+        """This process in words, as in `rank 1 on node7 (process 77)`."""
         return f"rank {self.rank} on {socket.gethostname()} (process {os.getpid()})"
 
 
@@ -48,7 +48,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
-    """Ends the process at once. `signals.listening` calls it where there is nothing to save."""
+    """Ends the process at once: the handler for `signals.listening` if there is nothing to save."""
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
         128 + number,

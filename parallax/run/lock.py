@@ -1,19 +1,19 @@
-"""A folder belongs to one run: an exclusive lock that ends with the process that holds it. JAX is
-not imported here, so that a second run is refused before it has cost a second.
+"""An exclusive lock on a folder, so that it belongs to one run. The lock ends with the process that
+holds it. JAX is not imported here, so that a second run is refused within a second.
 
     claim = lock.take("out/run")       # raises `Held`, with the host and the process of its run
     ...
     claim.release()                    # or the process ends, however it does
 
-The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel gives it back when
-its process is gone, by kill -9 too; the file that then stays says nothing and is taken over by the
-next run. Readers need no lock.
+The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel releases it when
+the process is gone, also after kill -9. The file may stay; it then means nothing, and the next run
+takes it over. Readers need no lock.
 
 On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
-CephFS, GPFS, SMB and Lustre mounted with `flock` hold it for all machines. A machine that dies at
-once keeps it until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`, and
-BeeGFS as it comes, hold it for the processes of one machine. A file system without locks is told in
-a line, and nothing keeps a second run out.
+CephFS, GPFS, SMB and Lustre mounted with `flock` hold it for all machines. If a machine dies, it
+keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`, and
+BeeGFS by default, hold the lock only for the processes of one machine. On a file system without
+locks a line is printed, and nothing keeps a second run out.
 """
 
 import atexit
@@ -31,18 +31,18 @@ from typing import Any
 from parallax import _files
 
 FILE = ".lock"
-# A try fails where another run removes the file, or the empty folder, that it releases.
+# A try fails if another run releases the lock meanwhile, and removes its file or empty folder.
 TRIES = 10
 TOLD = 3.0  # seconds within which a holder writes down who it is
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 class Held(OSError):
-    """Another run holds the folder; the message says on which host, and which process."""
+    """Another run holds the folder; the message names its host and its process."""
 
 
 class Lock:
-    """The lock on `folder`, as `take` returns it. A context manager: it is released at the end."""
+    """The lock on `folder`, as `take` returns it. As a context manager it releases itself."""
 
     def __init__(self, folder: Path, file_lock: Any, created: list[Path]):
         self.folder, self._file_lock, self._created = folder, file_lock, created
@@ -55,8 +55,9 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Gives the folder back. Removes the lock's file, and the folders that `take` made, where
-        they are empty."""
+        """Releases the folder. Removes the lock's file, and those folders that `take` made and that
+        are empty.
+        """
         atexit.unregister(self.release)
         if self._file_lock.is_locked:
             with contextlib.suppress(OSError):
@@ -67,12 +68,12 @@ class Lock:
 
 
 def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
-    """Returns the exclusive lock on `folder`, which is made where it is missing.
+    """Returns the exclusive lock on `folder`, which is made if it is missing.
 
-    In a job of several processes rank 0 takes it.
+    In a job of several processes, rank 0 takes the lock.
 
     Raises:
-        Held: another run has it.
+        Held: another run has the lock.
         OSError: the folder cannot be made, or not be written to.
         ImportError: filelock is not installed.
     """
@@ -121,7 +122,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
 
 def _make(folder: Path, created: list[Path]) -> None:
-    """Makes the folder, and adds to `created` each one that was missing."""
+    """Makes the folder and its parents, and adds those that were missing to `created`."""
     for path in (*reversed(folder.parents), folder):
         if not os.path.isdir(path):
             with contextlib.suppress(FileExistsError):  # another run was faster
@@ -130,14 +131,14 @@ def _make(folder: Path, created: list[Path]) -> None:
 
 
 def _remove(created: list[Path]) -> None:
-    """Removes the folders, where they are empty."""
+    """Removes the folders that are empty."""
     for path in reversed(created):
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def _sign(path: Path, descriptor: int) -> None:
-    """Writes into the lock's file who holds it, for other machines too."""
+    """Writes the host and the process that hold the lock into its file."""
     record = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -153,8 +154,9 @@ def _sign(path: Path, descriptor: int) -> None:
 
 
 def _holder(folder: Path) -> str:
-    """Returns the words for the process that holds the folder, read until it has written them
-    down."""
+    """Returns the words for the process that holds the folder. It reads again until that process
+    has written its record, for at most `TOLD` seconds.
+    """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
         time.sleep(

@@ -1,7 +1,7 @@
-"""The pieces of a loop that outlives what goes wrong: skip what is not finite, count it, time it,
-write it down.
+"""Parts of a training loop that survives faults: they count the steps that were not finite, measure
+the seconds, and write the metrics.
 
-Each is small and knows nothing of the others; a loop of one's own takes what it needs.
+The parts do not depend on each other; your own loop takes those that it needs.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ class OverBudget(RuntimeError):
 class Skipped:
     """Counts the steps that `step.make` skipped, since they were not finite, against a budget.
 
-    With a loss scale, a step that overflows is first of all a probe: the scale was too large, and
-    falls. Only one that overflows at the smallest scale is a fault.
+    With a loss scale, a step that overflows shows that the scale was too large, and the scale is
+    lowered. Only an overflow at the smallest scale counts.
 
     Args:
-        budget: how many may be skipped in a run.
-        steps: those that were, oldest first; from a checkpoint's note, where the run goes on.
+        budget: the number of steps that may be skipped in a run.
+        steps: the steps that were skipped, oldest first; a run that is resumed passes those of the
+            checkpoint's note.
     """
 
     budget: int
@@ -42,13 +43,13 @@ class Skipped:
     _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Returns whether step `number` was skipped. Raises `OverBudget` when that is one too many;
-        the state is still good to save.
+        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps were skipped
+        than the budget allows; the state is still good to save.
 
         Args:
-            number: of the step.
-            info: as the step returned it.
-            scale: that of the state that the step returned, where the loss is scaled.
+            number: the number of the step.
+            info: the information that the step returned.
+            scale: the loss scale of the state that the step returned, or None.
         """
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
@@ -77,22 +78,21 @@ class Skipped:
 
 
 class Clock:
-    """Where the seconds of a run went, and its goodput: productive seconds over all seconds since
-    the run first began.
+    """Measures the seconds of a run by name, and its goodput: productive seconds over all seconds
+    since the run first began.
 
         with clock("steps"):
             ...
 
-    `clock.note()` goes into each checkpoint. A run that goes on from one starts with its seconds,
-    so what was done after that checkpoint and lost, and the time until the restart, count as wall
-    and not as productive.
+    Put `clock.note()` into each checkpoint. A run that is resumed starts with these seconds. So the
+    steps after the checkpoint, which were lost, and the time until the restart are not productive.
 
     Args:
-        note: what `note` returned, from the checkpoint; `None` for a new run.
-        productive: the names whose seconds are.
+        note: the note of the checkpoint, as `note` returned it; `None` for a new run.
+        productive: the names whose seconds are productive.
 
     Attributes:
-        seconds: so far, by name, with those of the run that this one goes on from.
+        seconds: the seconds so far, by name, with those of the run that this one resumes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the seconds inside as `name`; what raises is not counted."""
+        """Counts the seconds inside as `name`, unless an error is raised inside."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -117,8 +117,7 @@ class Clock:
     def goodput(self) -> float:
         """Returns productive seconds over all seconds since the run first began, from 0 to 1.
 
-        Where the system's clock was set back since, all seconds are those that were counted, at
-        least.
+        If the system's clock was set back, the counted seconds are taken as all seconds.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -134,10 +133,10 @@ Sink = Callable[[int, Mapping[str, float]], None]
 def recorded(
     path: str | Path, *, say: Callable[[str], Any] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """Returns the records that `jsonl` wrote to a file, oldest first; none where there is no file.
+    """Returns the records that `jsonl` wrote to a file, oldest first; none if there is no file.
 
-    What is no record, such as a line that a crash cut short or filled with zeros, is passed over,
-    and said.
+    A line that is no record, such as one that a crash cut short or filled with zeros, is passed
+    over; `say` gets the number of such lines.
     """
     path, records, others = Path(path), [], 0
     if not path.exists():
@@ -163,18 +162,19 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """Returns a sink that appends `{"step": ..., ...}` lines to a file; each is on its way to the
-    disk when the call returns.
+    """Returns a sink that appends `{"step": ..., ...}` lines to a file. When a call returns, the
+    operating system has the line.
 
-    Where the storage fails for a while, the lines wait in memory and are written with the next one
-    that it takes.
+    If the storage fails for a while, lines wait in memory, and are written with the first line that
+    the storage takes again.
 
     Args:
-        after: keep the lines of an earlier session up to this step, and drop the later ones, which
-            are computed again.
-        say: prints a line where what an earlier session left is not whole; that is cut out. And
-            where lines wait.
-        patience: seconds for which lines may wait. After them the sink raises `OSError`.
+        path: the file.
+        after: the lines of an earlier session up to this step are kept; later ones are dropped,
+            since their steps are computed again.
+        say: prints a line if an earlier session left lines that are not whole, which are removed;
+            and if lines wait.
+        patience: the seconds for which lines may wait. After them the sink raises `OSError`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +192,7 @@ def jsonl(
     failed_since = math.inf
 
     def sink(step, values):
+        """Writes the line of `step`, and those that wait."""
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")
         try:
@@ -211,7 +212,9 @@ def jsonl(
 
 
 def _append(path: Path, text: str) -> None:
-    """Adds `text` to the end of a file, whole or not at all, where the storage lets us."""
+    """Adds `text` to the end of a file. If that fails, it tries to remove the part that was
+    written.
+    """
     size = path.stat().st_size if path.exists() else 0
     try:
         with open(path, "a", encoding="utf-8") as file:
@@ -223,10 +226,12 @@ def _append(path: Path, text: str) -> None:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """Returns a sink that passes each record to all of `sinks`. Without any it does nothing, which
-    is right on ranks other than 0."""
+    """Returns a sink that passes each record to all of `sinks`. Without any it does nothing, as is
+    right on ranks other than 0.
+    """
 
     def sink(step, values):
+        """Passes one record on."""
         for one_sink in sinks:
             one_sink(step, values)
 

@@ -1,9 +1,9 @@
-"""The other processes of a job, by the key-value store of JAX's coordination service.
+"""The other processes of a job, seen through the key-value store of JAX's coordination service.
 
-Each process writes there, twice a second, its last phase and a count. A process that raises says
-so there, and the others end. Where a process waits for too long, `Peers.culprit` compares two
-readings and names the process that most likely holds up the others. JAX's own heartbeats end a job
-of which a process is gone.
+Each process writes its last phase and a count into the store, twice a second. A process that raises
+an error writes this too, and the others end. If a process waits for too long, `Peers.culprit`
+compares two readings, and names the process that most likely holds up the others. If a process is
+gone, JAX's own heartbeats end the job.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ class Peers:
     """The other processes of a job, from the moment when JAX has connected them.
 
     Args:
-        job: the process that this one is.
+        job: this process.
         client: `collectives.types.coordination_client()`.
-        limit: seconds in which rank 0 writes its first entry.
+        limit: the seconds within which rank 0 must write its first entry.
 
-    Two jobs that were given one port may share JAX's service. A rank whose variables `NAMES` are
-    not those of rank 0 ends itself with a sentence.
+    Two jobs that were given one port may share JAX's service. So a rank whose variables `NAMES`
+    differ from those of rank 0 ends, and prints why.
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
@@ -75,7 +75,9 @@ class Peers:
         self._thread.start()
 
     def does(self, doing: str, *, waits: bool) -> None:
-        """Sets the phase of this process; `waits` says that it cannot end without the others."""
+        """Sets the phase of this process, as in `doing="in step 3"`. `waits` says that the phase
+        cannot end without the other processes.
+        """
         self._entry |= {"doing": doing, "waits": waits}
 
     def leave(self) -> None:
@@ -84,8 +86,7 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread. One that comes back from JAX while Python ends would abort the
-        process."""
+        """Stops the thread: if it returned from JAX while Python ends, the process would abort."""
         self._closed.set()
         self._thread.join(GRACE)
 
@@ -104,11 +105,12 @@ class Peers:
     def culprit(self) -> str:
         """Names the process that most likely holds up the others, or returns an empty text.
 
-        Takes `GRACE` seconds. Rank 0 is named where the store, which is part of it, does not
-        answer.
+        It takes `GRACE` seconds. If the store, which is in rank 0, does not answer, rank 0 is
+        named.
         """
 
         def compare() -> str:
+            """Reads the entries twice. An error that a process told comes before any guess."""
             before = self._read(RANKS)
             time.sleep(GRACE)
             raised = list(self._read(RAISED).values())
@@ -119,16 +121,21 @@ class Peers:
         return _silent(self._rank_0) if words is None else words
 
     def _write_entry(self) -> None:
+        """Writes the entry of this process into the store, with the next count."""
         self._entry["count"] += 1
         text = json.dumps(self._entry)
         self._client.key_value_set(f"{RANKS}{self.job.rank}", text, allow_overwrite=True)
 
     def _read(self, folder: str) -> dict[str, Any]:
-        """Returns the entries in a folder of the store; those of `RANKS` are records."""
+        """Returns the entries in a folder of the store: records in `RANKS`, texts in `RAISED`."""
         entries = self._client.key_value_dir_get(folder)
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
     def _run(self) -> None:
+        """Writes this process's entry every `BEAT` seconds, in a thread; ends the process if
+        another one raised an error. Rank 0 also names processes that no longer write.
+        """
+        # By key, the last count of a process, and the time at which it was first read.
         heard: dict[str, tuple[int, float]] = {}
         named: set[str] = set()
         while not self._closed.wait(BEAT):
@@ -151,13 +158,15 @@ class Peers:
 
 
 def job_name() -> str:
-    """Returns a text that is the same in all processes of a job; a hash, so that no token is
-    shown."""
+    """Returns a text that is the same in all processes of a job: a hash of the variables `NAMES`,
+    which does not show a token.
+    """
     values = "\0".join(os.environ.get(name, "") for name in NAMES)
     return hashlib.sha256(values.encode()).hexdigest()
 
 
 def _silent(entry: dict[str, Any]) -> str:
+    """Returns the words for a process that no longer writes its entry."""
     return (
         f"{entry['who']} sends nothing: it is gone, is stopped, or holds Python's lock; it was "
         f"last {entry['doing']}"
@@ -165,8 +174,11 @@ def _silent(entry: dict[str, Any]) -> str:
 
 
 def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
-    """Returns the words for the process that most likely holds up the others; empty where all
-    wait."""
+    """Returns the words for the process that most likely holds up the others; "" if all wait.
+
+    Most likely is one that has left, then one whose count did not change between the readings
+    `before` and `after`, then one in a phase that needs no others. `rank` is this process.
+    """
     left, silent, working = [], [], []
     for key, entry in after.items():
         if key == f"{RANKS}{rank}":
@@ -181,14 +193,13 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`; `None` where it takes longer, or JAX's service cannot be
-    reached.
-
-    The service does not answer while rank 0 is stopped.
+    """Returns the result of `call`; `None` if it takes longer than `seconds`, or JAX's service
+    cannot be reached. The service does not answer while rank 0 is stopped.
     """
     results = []
 
     def run() -> None:
+        """Calls, in a thread: a call of JAX's service cannot be interrupted."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             results.append(call())
 

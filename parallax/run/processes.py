@@ -1,10 +1,10 @@
-"""Many processes as one job: a failure in one ends all of them, and a preemption saves all.
+"""Many processes as one job: if one fails, all end; if one is preempted, all save.
 
 There is no launcher here. `srun`, `mpirun`, Kubernetes or Cloud TPU starts the same program on
 every machine; `jax.distributed` reads their variables and connects the processes. With JAX's
-defaults a process that raises leaves the others waiting for minutes; `run` ends the job at once.
-JAX's preemption service swallows SIGTERM; `preemption` polls it, so that all processes stop at one
-step.
+defaults, the other processes wait for minutes for one that raised an error; `run` ends the job at
+once. JAX's preemption service catches SIGTERM; `preemption` asks this service, so that all
+processes stop after the same step.
 
     job = processes.initialize()
     processes.run(lambda: train(job), job)
@@ -33,9 +33,9 @@ from parallax.run.job import FAILED, REFUSED, Job, end, interrupted
 from parallax.run.peers import Peers
 
 Result = TypeVar("Result")
-NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables, where JAX knows no launcher
-ALONE = "coordinator_address should be defined"  # JAX's words where it finds no launcher
-SPARE = 60  # seconds that JAX's own limit of the start has more: it would end without a sentence
+NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables for launchers unknown to JAX
+ALONE = "coordinator_address should be defined"  # JAX's error if it finds no launcher
+SPARE = 60  # seconds added to JAX's own limit of the start, which would end without a message
 
 
 def initialize(
@@ -57,15 +57,16 @@ def initialize(
     A process that no launcher started is a job alone, and connects to nothing.
 
     Args:
-        coordinator: `host:port` at which JAX's coordination service of rank 0 listens; on
-            `localhost`, at that address alone.
-        cpu_devices: virtual CPU devices of the whole job; each process makes its share. Other
-            platforms ignore it.
+        coordinator: `host:port` at which JAX's coordination service of rank 0 listens; with
+            `localhost`, other machines cannot reach it.
+        cpu_devices: the number of virtual CPU devices of the whole job; each process makes its
+            share. Other platforms ignore it.
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
             Open MPI the default is one for each process, its local rank.
-        initialization_timeout: seconds within which all processes connect. After them each process
-            that waits ends, with a sentence. They count from the start of the process, because slow
-            imports keep the others waiting too; where this call comes late, half of them remain.
+        initialization_timeout: the seconds within which all processes must connect. After them each
+            process that waits prints a message and ends. They count from the start of the process,
+            because the others also wait for slow imports; at least half of them are left for this
+            call.
         heartbeat_timeout: seconds without a heartbeat after which JAX ends the job.
 
     Raises:
@@ -86,7 +87,7 @@ def initialize(
                 coordinator_bind_address=coordinator if _is_local(coordinator) else None,
             )
     except ValueError as error:
-        # JAX's words where nothing says that there are other processes.
+        # JAX raises this error if nothing says that there are other processes.
         if coordinator or rank is not None or ALONE not in str(error):
             raise
         connected = False
@@ -111,8 +112,9 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the three arguments, or the three variables. Refuses some of them without the
-    others."""
+    """Returns the three arguments, or the values of the three variables. Refuses some of the three
+    without the others.
+    """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
         coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -131,14 +133,15 @@ def _told(
 
 
 def _is_local(coordinator: str | None) -> bool:
-    """Returns whether other machines cannot reach the coordinator's address."""
+    """Returns whether only this machine can reach the coordinator's address."""
     host = (coordinator or "").rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, its imports included; 0 where the system does
-    not say."""
+    """Returns the seconds since this process began, with its imports; 0 if the system does not tell
+    them.
+    """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
@@ -148,7 +151,9 @@ def _age() -> float:
 
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
-    """Ends the process with a sentence where it has not left the body `seconds` after its start."""
+    """Prints a message and ends the process if the body is not left `seconds` after the process
+    began.
+    """
     timer = threading.Timer(
         max(seconds - _age(), seconds / 2),
         end,
@@ -170,13 +175,14 @@ def _start_limit(seconds: float) -> Iterator[None]:
 
 
 def run(main: Callable[[], Any], job: Job) -> None:
-    """Calls `main`, and ends this process: with code 0 when it returns, with another if it raises.
+    """Calls `main`, and ends this process: with code 0 if `main` returns, with another if it
+    raises.
 
-    The traceback is printed once, and no exit handler, barrier or thread is waited for, because
-    each might wait for a process that is gone. The other processes read within two seconds that
-    this one raised, and end. A process that fails because another one is gone waits
-    `peers.GRACE` seconds and names that one. `SystemExit` ends the process with its code and
-    message. A folder that another run holds gives one line.
+    The traceback is printed once. No exit handler, barrier or thread is waited for, because each
+    might wait for a process that is gone. The other processes read within two seconds that this one
+    raised an error, and end. A process that fails because another one is gone waits `peers.GRACE`
+    seconds, and names that one. `SystemExit` ends the process with its code and message. If another
+    run holds the folder, one line is printed.
     """
     several = jax.distributed.is_initialized()
     hear = StopRequest(several).hear if several else interrupted
@@ -213,7 +219,7 @@ def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
 
 
 def _shut_down(job: Job) -> None:
-    """Waits until all processes have come this far, and disconnects."""
+    """Waits until all processes have come here, and disconnects."""
     if job.peers:
         job.peers.leave()
     if jax.distributed.is_initialized():
@@ -223,8 +229,9 @@ def _shut_down(job: Job) -> None:
 
 
 def of_peers(error: BaseException) -> bool:
-    """Returns whether another process may have caused an error: it is JAX's runtime error, or its
-    cause is."""
+    """Returns whether another process may have caused an error: the error or its cause is a runtime
+    error of JAX.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
         cause = cause.__cause__
@@ -234,13 +241,15 @@ def of_peers(error: BaseException) -> bool:
 def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """Returns `prepare()` on all ranks, or ends all of them where it fails on one.
+    """Returns `prepare()` on all ranks, or ends all ranks if it fails on one.
 
-    For what comes before the work: a wrong flag that every rank finds, or a file that is missing on
-    one machine alone. Every rank calls it. The lowest rank that met a `ValueError`, an `OSError` or
-    an `ImportError` prints it in one line, and all end with code 2. Other errors are raised.
+    Use it for checks before the work: every rank may find a wrong flag, or one machine may miss a
+    file. Every rank must call it. The lowest rank with a `ValueError`, an `OSError` or an
+    `ImportError` prints it in one line, and all ranks end with code 2. Other errors are raised.
 
     Args:
+        prepare: the checks.
+        job: the job that `initialize` returned.
         refused: called on every rank before it ends, to undo what was done for the job, such as a
             lock on its folder.
     """
@@ -255,7 +264,7 @@ def all_or_none(
     refused()
     if job.rank == ranks[0]:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    # A launcher ends the others as soon as one is gone, so all come this far first.
+    # A launcher ends all ranks as soon as one is gone, so they meet before they end.
     _shut_down(job)
     end("", REFUSED)
 
@@ -274,7 +283,7 @@ class StopRequest:
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
-        """Returns whether to save and end after `step`."""
+        """Returns whether to save and end after `step`; all processes get the same answer."""
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._several
@@ -282,8 +291,9 @@ class StopRequest:
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
-        """Handles a signal, for `signals.listening`: a Ctrl-C after any other one ends at
-        once."""
+        """Handles a signal, for `signals.listening`. A Ctrl-C after another signal ends the process
+        at once.
+        """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)
         if number == signal.SIGHUP:
@@ -303,8 +313,8 @@ class StopRequest:
 
 @contextlib.contextmanager
 def preemption() -> Iterator[StopRequest]:
-    """A function of the step: whether SIGTERM, Ctrl-C or SIGHUP has come, to any process. It says
-    yes at one step on all of them.
+    """Yields a function of the step that returns whether SIGTERM, Ctrl-C or SIGHUP has come to any
+    process. It returns true at the same step on all processes.
 
         with processes.preemption() as preempted:
             for i in range(start, steps):
@@ -312,9 +322,9 @@ def preemption() -> Iterator[StopRequest]:
                 if preempted(i):
                     checkpoints.save(i, state); break
 
-    In a job of several processes each calls it at every step, from the same one on (JAX's
-    preemption service agrees on the step after the latest, and hears SIGTERM itself, from
-    `initialize` on). A second Ctrl-C ends the process at once.
+    In a job of several processes, all must call the function at every step, from the same step on:
+    JAX's preemption service stops all of them after the latest step that one has reached. The
+    service itself catches SIGTERM, from `initialize` on. A second Ctrl-C ends the process at once.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

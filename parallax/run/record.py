@@ -1,7 +1,7 @@
-"""What a checkpoint's manifest says, as a typed record: a malformed one is refused where it is
-read, by name, and passed over.
+"""The manifest of a checkpoint as a typed record. A malformed manifest is refused when it is read,
+with its name, and the checkpoint is passed over.
 
-contents.json    the record alone, written first: whose checkpoint this is, from its first moment
+contents.json    the record alone, written first, so that a folder says from the start whose it is
 manifest.json    the record and, as `files`, the size and hash of every file beside it,
                  contents.json too; written last
 
@@ -21,8 +21,8 @@ from parallax.data import manifest
 
 MANIFEST, CONTENTS, ARRAYS = "manifest.json", "contents.json", "arrays"
 FORMAT = 4
-WIDEST, SLACK = 16, 1 << 30  # bytes of the widest number; of a checkpoint, beside its arrays
-STEPS = 2**31  # a step is below: processes tell each other in int32
+WIDEST, SLACK = 16, 1 << 30  # bytes of the widest number; bytes of a checkpoint beside its arrays
+STEPS = 2**31  # steps are below this number: processes send them to each other as int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Record:
     """A checkpoint without the bytes of its arrays.
 
     Args:
-        step: its number.
-        settings: of the run.
-        note: what the loop wanted to have back.
-        numbers: the plain numbers of the state, by path; a complex one as a list of two.
+        step: the step of the checkpoint.
+        settings: the settings of the run.
+        note: the JSON values that the loop stored for itself.
+        numbers: the plain numbers of the state, by path; a complex number is a list of two.
         arrays: the `[dtype, shape]` of each array of the state, by path.
-        evaluated: a finite loss that was measured of this very state; None where none was.
+        evaluated: a finite loss that was measured of this state, or None.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The record in one spelling, in which `1`, `1.0` and `true` differ."""
+        """The record as text, in which `1`, `1.0` and `true` differ, unlike in a comparison."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -55,14 +55,15 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 
 def begin(folder: Path, record: Record) -> None:
-    """Makes `folder` for a checkpoint, and writes into it whose it will be."""
+    """Makes `folder` for a checkpoint, and writes its record into it."""
     folder.mkdir()
     manifest.write(folder / CONTENTS, dataclasses.asdict(record) | {"format": FORMAT})
 
 
 def seal(folder: Path, record: Record) -> None:
-    """Finishes the checkpoint begun in `folder`, whose arrays are on the disk: hashes every file
-    and writes the manifest."""
+    """Finishes the checkpoint in `folder`, whose arrays are on the disk: hashes every file and
+    writes the manifest.
+    """
     names = [CONTENTS, *(path.relative_to(folder).as_posix() for path in arrays_of(folder))]
     files = manifest.hashes(folder, names)
     manifest.write(
@@ -71,11 +72,11 @@ def seal(folder: Path, record: Record) -> None:
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
-    """Returns whether the run with these settings made `folder` for its checkpoint of `step`,
-    finished or not.
+    """Returns whether `folder` is the checkpoint of `step` of the run with these settings, finished
+    or not.
 
-    False unless a record there says so: for a link, for the folder of another run, for other files.
-    An empty folder holds nothing to lose.
+    A record in the folder must say so: a link, the folder of another run, and a folder of other
+    files are not this run's. An empty folder counts as this run's, since it has nothing to lose.
     """
     if folder.is_symlink():
         return False
@@ -89,11 +90,11 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
 
 
 def read(folder: Path) -> tuple[Record, dict[str, list]]:
-    """Returns the record of the checkpoint in `folder`, and its files as `manifest.hashes` gave
-    them; no file is looked at.
+    """Returns the record of the checkpoint in `folder`, and the `[size, hash]` of each file by
+    name. The files themselves are not read.
 
-    Raises `manifest.Damaged` where the manifest is missing or is not one, and another `ValueError`
-    where it is of another format.
+    Raises `manifest.Damaged` if the manifest is missing or malformed, and a plain `ValueError` if
+    it has another format.
     """
     path = folder / MANIFEST
     entries = manifest.read(path)
@@ -113,14 +114,16 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns more bytes than the files of these arrays can have, so that no file without end is
-    hashed."""
+    """Returns more bytes than the files of these arrays can have. A manifest that lists more is
+    refused, so that no endless file is hashed.
+    """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
-    """Returns the record that was read at `path`. Raises `manifest.Damaged` for anything else, with
-    the first entry that is wrong."""
+    """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if they
+    are none; the message names the first entry that is wrong.
+    """
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
     manifest.need(
@@ -147,12 +150,12 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Refuses what is no finished checkpoint of `step` of the run with these settings, as far as
-    names and sizes tell.
+    """Refuses a folder that is not the finished checkpoint of `step` of the run with these
+    settings. Only names and sizes are checked, not hashes.
 
     Raises:
-        manifest.Damaged: it was not finished, or something is missing or was changed.
-        ValueError: it is of another run, or of another format.
+        manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
+        ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
         raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
@@ -176,11 +179,13 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Returns the differences of two runs' settings, in words: `width=64 (here 128)`. Empty where
-    they agree."""
+    """Returns the differences between the settings of two runs in words, as in `width=64 (here
+    128)`; an empty text if they agree.
+    """
     absent = object()
 
     def words(value):
+        """Returns a setting as text."""
         return "none" if value is absent else repr(value)
 
     pairs = (
@@ -191,8 +196,9 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Refuses with `manifest.Damaged` a folder whose files are not those listed, in their sizes, or
-    a record that is not that of its arrays. What is left to check are the files' hashes.
+    """Refuses with `manifest.Damaged` a folder whose files differ from those listed in `files`, in
+    name or size, and a manifest whose record differs from the one in `contents.json`. The hashes of
+    the files are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
@@ -205,7 +211,7 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
 
 
 def newest(path: Path) -> int:
-    """Returns the step stored at `path`. Raises `manifest.Damaged` where there is none."""
+    """Returns the step stored at `path`. Raises `manifest.Damaged` if there is none."""
     step = manifest.read(path).get("step")
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
     return step  # pyright: ignore[reportReturnType]
@@ -217,13 +223,14 @@ def is_step(value: Any) -> bool:
 
 
 def arrays_of(folder: Path) -> list[Path]:
-    """Returns the files of the arrays, with links and whatever else is no folder."""
+    """Returns the files of the arrays: all entries below their folder that are no folders."""
     return sorted(
         path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir()
     )
 
 
 def _is_number(value: Any) -> bool:
+    """Returns whether a JSON value is a finite number, or a list of two: a complex number."""
     parts = value if isinstance(value, list) and len(value) == 2 else [value]
     return all(
         isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part))
@@ -232,6 +239,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
+    """Returns whether a JSON value describes an array: [dtype, [size of each dim]]."""
     if not (
         isinstance(value, list)
         and len(value) == 2

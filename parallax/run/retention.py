@@ -1,5 +1,5 @@
-"""Which of a folder's checkpoints stay, and which go: of this run's alone, whatever else somebody
-put there."""
+"""Decides which checkpoints in a folder stay, and removes the others. Only this run's checkpoints
+are removed, whatever else is in the folder."""
 
 import itertools
 import os
@@ -29,7 +29,7 @@ class Retention(NamedTuple):
 
 
 class Later(ValueError):
-    """To save would go back behind a finished checkpoint."""
+    """A later step has a finished checkpoint, so this step must not be saved."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -38,21 +38,23 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step that a checkpoint's folder is named after; None of other names."""
+    """Returns the step in the name of a checkpoint's folder; None for other names."""
     named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
     return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
 
 
 def finished(folder: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints, oldest first: those with a manifest, whatever
-    it says."""
+    """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which is
+    not read.
+    """
     steps = ((path, step_of(path)) for path in folder.iterdir())
     return sorted(step for path, step in steps if step is not None and (path / MANIFEST).is_file())
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
-    """Returns every step that a folder or the newest manifest speaks of, oldest first; and what is
-    wrong with the latter, in words."""
+    """Returns every step that has a folder or is named in `newest.json`, oldest first; and an error
+    of `newest.json` in words, or "".
+    """
     steps, wrong = (
         {
             step
@@ -89,11 +91,10 @@ def listed(names: list[str]) -> str:
 def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
-    """Moves aside what stands where the checkpoint of `step` will: an unfinished one, or one that
-    was refused.
+    """Moves aside an unfinished or refused checkpoint of `step`, which is in the way of a new one.
 
     Raises:
-        Later: a finished one stands there, or after it.
+        Later: there is a finished checkpoint of this step or a later one.
     """
     later = [number for number in finished(folder) if number >= step and number not in refused]
     if later:
@@ -143,6 +144,7 @@ def prune(
         return
 
     def stays(step):
+        """Returns whether the checkpoint of `step` stays."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
@@ -163,8 +165,9 @@ def prune(
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint. Cut short, that leaves an unfinished one, which says whose it is until
-    nothing else is left."""
+    """Removes a checkpoint: first its manifest, and last the record that says whose it is. If the
+    removal is cut short, an unfinished checkpoint of this run is left.
+    """
     if not (path / MANIFEST).is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
     for inside in path.iterdir():
@@ -176,8 +179,9 @@ def remove(path: Path) -> None:
 
 
 def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
-    """Returns the newest checkpoint of `others` whose loss was measured, where that of no newer one
-    was."""
+    """Returns the newest checkpoint whose loss was measured: one of `newest`, or else the newest
+    such one of `others`; None if there is none.
+    """
     for step in (*newest, *sorted(others, reverse=True)):
         path = path_of(folder, step)
         if (path / MANIFEST).is_file() and records.read(path)[0].evaluated is not None:

@@ -1,8 +1,8 @@
-"""Signals that say `end`, heard while the main thread is inside a compiled program too.
+"""Signals that end a run, also heard while the main thread is inside a compiled program.
 
-Python calls a signal's handler between two of its own instructions, so a program that compiles or
-waits for its devices hears nothing. The C part of the handler writes to a pipe at once, and a
-thread reads it. JAX is not imported here.
+Python calls a signal's handler between two instructions of its own, so while a program compiles or
+waits for devices no handler is called. The C part of the handler writes to a pipe at once, and a
+thread reads the pipe. JAX is not imported here.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ Hear = Callable[[signal.Signals, int], None]
 
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
-    """Inside, each of these signals calls `hear(signal, count)`, with how many of them have come by
-    then, in a thread.
+    """Calls `hear(signal, count)` in a thread for each of these signals that comes inside; `count`
+    is the number of signals so far.
 
-    A signal that was ignored, as by nohup, stays so. Only the main thread can listen; in others
-    nothing changes.
+    A signal that was ignored, as by nohup, stays ignored. Only the main thread can listen; in other
+    threads nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,6 +35,7 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     wake = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
 
     def listen() -> None:
+        """Reads the numbers of signals from the pipe until `END` comes."""
         count = 0
         while (numbers_read := os.read(reads, 1)) != END:
             if numbers_read[0] in heard:
@@ -56,15 +57,17 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Writes a line to stderr, with one call, from any thread; a terminal that is gone is no
-    error."""
+    """Writes a line to stderr by one system call, from any thread. If the terminal is gone, it does
+    nothing.
+    """
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def leave_terminal() -> None:
-    """After SIGHUP the terminal is gone: what is printed from now on goes nowhere, instead of
-    ending the save by an error."""
+    """Discards all further output to the terminal. After SIGHUP the terminal is gone, and an error
+    of `print` would end the save.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):

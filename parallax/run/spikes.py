@@ -1,5 +1,5 @@
-"""A guard against spikes: a loss far above its running median changes nothing, and after some of
-them the run goes back.
+"""A guard against spikes: a step whose loss is far above the running median changes nothing, and
+after some such steps the run goes back to an older checkpoint.
 
     spikes = Spikes(2.0, 3, note=note.get("spikes"))
     ...
@@ -7,10 +7,10 @@ them the run goes back.
     spike = spikes.count(i, float(info.loss))      # raises `Spiked`: restore an older checkpoint
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
-A stretch of data, met by one state of the optimizer, may drive the loss up for many steps. What
-helped PaLM (arXiv 2204.02311) was to go back to a checkpoint from before, and past the batches in
-question. Which batch a step takes stays a function of the seed and of step + `past`, and `note`
-puts that into each checkpoint, so that a run that is resumed takes the same.
+Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
+2204.02311) went back to an older checkpoint, and skipped these batches. The batch of a step stays a
+function of the seed and of step + `past`. `note` stores `past` in each checkpoint, so a resumed run
+takes the same batches.
 """
 
 import math
@@ -28,8 +28,8 @@ class Spiked(RuntimeError):
     """As many losses were spikes as the run allows.
 
     Attributes:
-        step: of the last one.
-        first: the step of the first.
+        step: the step of the last spike.
+        first: the step of the first spike.
     """
 
     def __init__(self, words: str, step: int, first: int):
@@ -38,15 +38,16 @@ class Spiked(RuntimeError):
 
 
 class Spikes:
-    """Losses, and the spikes among them. All processes have the same.
+    """Losses, and the spikes among them. All processes have the same losses.
 
     Args:
-        factor: a loss above so many times the median of the last 64 good ones is a spike.
-        budget: the spikes in 64 steps at which `count` raises.
-        note: what `note` returned, from the checkpoint; `None` for a new run.
+        factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
+            that were no spikes.
+        budget: the number of spikes in 64 steps at which `count` raises.
+        note: the note of the checkpoint, as `note` returned it; `None` for a new run.
 
     Attributes:
-        past: batches that the run has gone past: step i takes that of i + `past`.
+        past: the number of batches that the run skipped: step i takes batch i + `past`.
     """
 
     def __init__(self, factor: float, budget: int, note: Mapping[str, Any] | None = None):
@@ -56,17 +57,18 @@ class Spikes:
 
     @property
     def limit(self) -> float:
-        """What the next loss may be: infinite while there are fewer than 16 losses, or their median
-        is not above 0."""
+        """The largest loss that is no spike; infinite while there are fewer than 16 losses, or if
+        their median is not above 0.
+        """
         median = statistics.median(self._losses) if len(self._losses) >= LEAST else 0.0
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
-        """Returns whether the loss of step `number` was a spike, by the `limit` that the step was
-        given.
+        """Returns whether the loss of step `number` was a spike: above the `limit` that the step
+        was given.
 
         Raises:
-            Spiked: it was, and `budget` of the last 64 steps were.
+            Spiked: it was a spike, and `budget` of the last 64 steps were spikes.
         """
         if not loss > self.limit:
             self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
@@ -88,8 +90,9 @@ class Spikes:
         return {"losses": self._losses, "at": self._at, "past": self.past}
 
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
-        """Returns the guard after the run went back from `step` to the checkpoint of step `first`,
-        with its note: past those batches."""
+        """Returns the guard for a run that went back from `step` to the checkpoint of step `first`,
+        with the checkpoint's `note`. It skips the batches of the steps between.
+        """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first
         return guard

@@ -1,7 +1,7 @@
 """A step that takes too long ends the job, and the rank that held it up is named.
 
 A collective waits for ever for a rank that sleeps, reads a dead disk, or waits for something else,
-and no heartbeat fails. What each rank was doing is the one thing worth knowing then.
+and no heartbeat fails. So each rank notes its phase, and the message says what it was doing.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
-    The time runs from the moment when it is made, so make it first: `first` is then the limit of
+    The time runs from the moment when the watchdog is made. Make it first, so that `first` limits
     the whole start.
 
-    Every rank watches itself. In a phase that `waits` for the others (all that communicates) it is
-    likely a victim, and says so only `peers.GRACE` seconds later: the rank that holds up the others
-    speaks first, with the stacks of its threads, and ends the job. Where that one cannot speak,
-    because it is stopped, is gone or holds Python's lock, the others name it, by
-    `Peers.culprit`.
+    Every rank watches itself. A rank in a phase that `waits` for the others (each that
+    communicates) is probably held up by another rank, so it prints its message `peers.GRACE`
+    seconds later. The rank at fault then prints first, with the stacks of its threads, and ends the
+    job. If that rank cannot print, because it is stopped, is gone or holds Python's lock, the
+    others name it, by `Peers.culprit`.
 
     Args:
-        job: what `processes.initialize` found.
-        seconds: the longest that a step may take.
-        first: the same for what comes before the second step, which compiles; ten times `seconds`
-            by default.
+        job: the job that `processes.initialize` returned.
+        seconds: the longest time that a step may take.
+        first: the longest time until the second step begins, in which the step is compiled; ten
+            times `seconds` by default.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -55,8 +55,8 @@ class Watchdog:
         self.seconds, self.first = seconds, 10 * seconds if first is None else first
         self._number: int | None = None
         self._steps = 0
-        # Restoring and compiling wait for all ranks: a process of several that has begun no step is
-        # no more at fault than others.
+        # Restoring and compiling wait for all ranks, so before the first step a rank of several is
+        # no more at fault than the others.
         self._phase, self._waits = "start", job.processes > 1
         self._step_began = self._phase_began = time.monotonic()
         self._left = threading.Event()
@@ -79,34 +79,39 @@ class Watchdog:
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """Sets the phase of this rank; `waits` says that it cannot end without the other
-        ranks."""
+        """Sets the phase of this rank. `waits` says that it cannot end without other ranks."""
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:
             self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
 
     @property
     def _limit(self) -> float:
+        """The seconds that the step, or the start, may take."""
         return self.seconds if self._steps > 1 else self.first
 
     @property
     def _where(self) -> str:
+        """The step in words."""
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
-        """The last resort is a thread of C: where something holds Python's lock, no thread of
-        Python's runs."""
+        """Sets the last resort, a thread of C, which ends the process if no thread of Python runs
+        because something holds Python's lock.
+        """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
         )
 
     def _watch(self) -> None:
+        """Waits, in a thread, until a step takes too long; then prints who is at fault and ends the
+        process. If a new step begins meanwhile, it goes on waiting.
+        """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
                 if self._left.wait(min(seconds_left, 0.5)):
                     return
             waits, began, phase = self._waits, self._step_began, self._phase
-            # A process that waits is a likely victim: it speaks later, and names the culprit.
+            # A rank that waits is probably held up: it takes the time to ask for the culprit.
             culprit = self._culprit() if waits else ""
             if self._step_began == began:
                 break
@@ -125,6 +130,7 @@ class Watchdog:
         end("")
 
     def _culprit(self) -> str:
+        """Returns the process at fault in words, after `GRACE` seconds; "" if none is known."""
         if self.job.peers:
             return self.job.peers.culprit()
         time.sleep(GRACE)

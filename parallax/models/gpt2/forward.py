@@ -29,22 +29,25 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """Returns the output of one block, as `block.apply` describes it."""
+    """Returns the residual stream after one block, as `block.apply` computes it."""
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
+        """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.column(y, qkv.weight, qkv.bias)
         y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)
         return y[:, :, 0], y[:, :, 1], y[:, :, 2]
 
     def feed_forward(y):
+        """Returns the sum to add to the stream, and None: there is no auxiliary value."""
         y = comms.column(y, up.weight, up.bias)
         y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)
         return comms.row(jax.nn.gelu(y, approximate=True), down.weight, down.bias), None
 
     def dropped(y, site):
+        """Returns `y` with the dropout of this layer, at `site` 1 or 2."""
         return _dropped(y, keys, config.dropout, comms, layer, site)
 
     options = {"heads": heads, "feed_forward": feed_forward, "dropped": dropped}
@@ -54,6 +57,7 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
+    """Returns `block` as a function `(weights, x, keys, layer)`. The positions are already in x."""
     return functools.partial(block, config=config, comms=comms, attend=attend)
 
 
@@ -79,7 +83,11 @@ stages = functools.partial(decoder_parts.stages, PARTS, attend=attention)
 def _attention_with_dropout(
     config: Config, comms: tensor.Comms, keys: Key[Array, " batch"], local_heads: int
 ) -> Callable[..., Any]:
-    """Returns `attention` with dropout of its weights."""
+    """Returns `attention` with dropout of its weights, for this device's heads.
+
+    The mask of a head depends only on the sequence's key and on the number of the head in the whole
+    model, so it is the same however the heads are split.
+    """
     if comms.context_shards > 1:
         raise ValueError(
             f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
@@ -89,29 +97,34 @@ def _attention_with_dropout(
     first_head, rate = comms.axis.index() * local_heads, config.attention_dropout
 
     def drop(weights):
+        """Returns the attention weights [B, H, T, S] with dropout."""
         return _dropped_heads(weights, keys, first_head, rate)
 
     return functools.partial(attention, drop=drop)
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key at one place of the model."""
+    """Returns the key of each sequence for one place in the model: a layer, and a site in it."""
 
     def key_at(key):
+        """Returns the key of one sequence."""
         return jax.random.fold_in(jax.random.fold_in(key, layer), site)
 
     return jax.vmap(key_at)(keys)
 
 
 def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
-    """Returns dropout of the residual stream [B, T, D], by sequence: of this device's tokens, as of
-    them all.
+    """Returns the residual stream [B, T shard, D] with dropout.
+
+    The mask of a sequence is drawn for all T tokens, and a device takes the part of its own tokens.
+    So the mask is the same however the tokens are split.
     """
     if keys is None or rate == 0:
         return x
     T, D = x.shape[1] * comms.token_shards, x.shape[2]
 
     def mask(key):
+        """Returns the mask of one sequence, [T, D]."""
         return jax.random.bernoulli(key, 1 - rate, (T, D))
 
     survives = comms.local_tokens(jax.vmap(mask)(_at(keys, layer, site)), dim=1)
@@ -121,11 +134,13 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):
-    """Returns dropout of attention weights [B, H, T, S], by sequence and by head of the whole
-    model."""
+    """Returns attention weights [B, H, T, S] with dropout: each sequence and each head of the whole
+    model has its own mask. `first_head` is the number of this device's first head.
+    """
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 
     def mask(key, head):
+        """Returns the mask of one head of one sequence, [T, S]."""
         return jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
 
     of_all_heads = jax.vmap(mask, in_axes=(None, 0))

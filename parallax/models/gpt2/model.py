@@ -35,24 +35,24 @@ class Config:
     """The sizes of a GPT-2, and its dropout rates.
 
     The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`,
-    so that it divides over devices. The rows past the vocabulary never win probability, and get no
+    so that it divides over devices. The rows after the vocabulary have probability 0, and get no
     gradient.
 
     Args:
         layers: L, the number of blocks.
-        heads: H, in each layer.
-        width: D, of the residual stream; a head has D / H of it, the feed-forward is 4 D wide.
-        context: the most tokens of a window: positions that have an embedding.
-        vocabulary: how many tokens there are.
-        vocabulary_multiple: what the rows of the embedding divide by.
-        dropout: the rate after the embedding and after each half of a block.
-        attention_dropout: the rate of the attention weights.
-        epsilon: what layer normalisation adds to the variance.
-        origin: what a model that was loaded came with beside these, for `save`.
+        heads: H, the number of heads in each layer.
+        width: D, the width of the residual stream; a head is D / H wide, the feed-forward 4 D.
+        context: the most tokens of a window, each of whose positions has an embedding.
+        vocabulary: the number of tokens in the vocabulary.
+        vocabulary_multiple: a divisor of the number of the embedding's rows.
+        dropout: the rate of dropout after the embedding and after each half of a block.
+        attention_dropout: the rate of dropout of the attention weights.
+        epsilon: the number that layer normalisation adds to the variance.
+        origin: the further fields and files of a model that was loaded, for `save`.
 
     Raises:
-        ValueError: a size that is no whole number from 1 to 2^31 - 1, a width that the heads do not
-            divide, a rate outside [0, 1), or an epsilon below 0.
+        ValueError: a size is no whole number from 1 to 2^31 - 1, the heads do not divide the width,
+            a rate is outside [0, 1), or epsilon is below 0.
     """
 
     layers: int = 12
@@ -76,7 +76,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding: the vocabulary, padded."""
+        """The rows of the embedding: the vocabulary, padded."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
@@ -111,7 +111,7 @@ class Norm(eqx.Module):
 
     Attributes:
         weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
-        bias: likewise.
+        bias: of the same shape as `weight`.
     """
 
     weight: Float[Array, "*layers width"]
@@ -131,7 +131,7 @@ class Attention(eqx.Module):
     """Causal self-attention, split over devices by heads.
 
     Attributes:
-        qkv: a column-parallel layer [D, 3, H, K], to queries, keys and values.
+        qkv: a column-parallel layer [D, 3, H, K]; its outputs are queries, keys and values.
         out: a row-parallel layer [H, K, D].
     """
 
@@ -155,17 +155,17 @@ class GPT2(eqx.Module):
     """The model, whole or a shard of it.
 
     Args:
-        config: its sizes.
-        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds
-            to the residual stream.
-        dtype: of the weights.
+        config: the model's sizes.
+        key: the seed of the weights, which are normal with deviation 0.02, or 0.02 / sqrt(2 L) in
+            the layers that add to the residual stream.
+        dtype: the type of the weights.
 
     Attributes:
-        wte: `[V, D]`: embeds tokens and, transposed, is the head.
-        wpe: `[context, D]`: embeds positions.
-        blocks: all of them, as one.
-        norm: of what enters the head.
-        config: its sizes, whole, on a shard too.
+        wte: `[V, D]`, the embedding of tokens; transposed, it is the head.
+        wpe: `[context, D]`, the embedding of positions.
+        blocks: all blocks, as one `Block` with a leading dim of layers.
+        norm: the norm before the head.
+        config: the sizes of the whole model, also on a shard.
     """
 
     wte: Float[Array, "rows width"]
