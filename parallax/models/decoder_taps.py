@@ -67,7 +67,7 @@ def block(
     """
 
     def tapped(weights, x, layer):
-        """Returns the output of the block, with taps of its weights under the number of its layer."""
+        """Returns the output of the block; its weights have taps with the number of the layer."""
         with recording.at(layer=layer):
             return apply(
                 taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
@@ -109,7 +109,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
 
 def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
-    """Returns `x` with a tap, and the places of the tokens that a context axis leaves on a device."""
+    """Returns `x` with a tap, which gets the places of the tokens that this device has."""
     return taps.tap(
         x,
         path,

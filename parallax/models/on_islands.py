@@ -98,13 +98,17 @@ def train_step(
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
     """Returns the form of a state of islands in a checkpoint that any layout can read, as
-    `decoder.stored`.
+    `decoder.stored` does for a state without islands.
     """
 
     def on_islands(change):
-        change_stacked = eqx.filter_vmap(change)  # of arrays [islands, ...]
+        """Returns `change`, a function of one model, as a function of a state of islands."""
+        change_stacked = eqx.filter_vmap(change)  # for arrays [islands, ...]
 
         def changed(state):
+            """Returns the state with each part changed that is like a model: the model and the
+            optimizer of the islands, the outer ones, the errors and the changes under way.
+            """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),
                 state.inner,

@@ -145,15 +145,15 @@ def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
     """Returns whether the copies of each array of `tree` along `axis` are the same, and the words
-    of all of them. Inside `mesh.spmd`.
+    of all copies. Call it inside `mesh.spmd`.
 
-    One gather of 8 bytes a leaf. Both results are the same on all devices of `axis`.
+    It costs one gather of 8 bytes per leaf. Both results are the same on all devices of `axis`.
 
     Args:
         tree: local blocks.
-        specs: of each array, a tree like it.
-        axis: all axes along which to compare, with their algorithm: of a whole mesh,
-            `mesh.axis_names`.
+        specs: the spec of each array, in a tree like `tree`.
+        axis: all axes along which to compare, as names or with a collective algorithm; for a whole
+            mesh, `mesh.axis_names`.
 
     Raises:
         ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.

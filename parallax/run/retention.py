@@ -120,15 +120,15 @@ def prune(
     refused: Mapping[int, ValueError],
     retention: Retention,
 ) -> None:
-    """Removes this run's finished checkpoints beyond those to keep, and what its unfinished and
-    replaced ones left behind.
+    """Removes this run's finished checkpoints beyond those to keep, and the files of unfinished and
+    replaced checkpoints.
 
-    Those of `retention` stay, and the newest one whose loss was measured. A refused checkpoint
-    stays until a newer one is good; where no damage was found in it, it stays for ever. At least
-    one is finished.
+    The checkpoints that `retention` keeps stay, and the newest one whose loss was measured. A
+    refused checkpoint stays until there is a newer good one; if it was refused for another reason
+    than damage, it stays for ever. Nothing is removed if no checkpoint is good.
     """
-    # Asked once for each: one that cannot be read now is nobody's and stays, and must not go when
-    # it can be a moment later.
+    # Each folder is checked once. One that cannot be read now counts as another run's, and stays;
+    # a second check could find it readable, and remove it.
     ours = {}
     for path in folder.iterdir():
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
