@@ -1,9 +1,10 @@
 """A record of one run: each tapped value, put together from the devices' reports.
 
-A device reports a block of the whole value, a term of a sum, or a copy. The tap's spec and JAX's
-replication types say which. A cotangent is the other way round: where devices have copies of a
-value whose type may differ, each has a term of the cotangent; where they have terms of a sum, each
-has a copy. Losses are means over equal parts of the batch, so a part's cotangents count 1 / parts.
+A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
+JAX's replication types say which of these. For a cotangent, sums and copies change places. If
+devices have copies of a value that is typed as varying, each has a term of the cotangent. If they
+have terms of a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the
+batch, so the cotangents of one part are multiplied by 1 / parts.
 """
 
 import dataclasses
@@ -46,10 +47,11 @@ class Value(NamedTuple):
     """One value of a run.
 
     Attributes:
-        whole: the value; nan where no device reported anything.
+        whole: the value; nan in places that no device reported.
         differs: the axes along which the devices' copies differ, each with the largest difference
             relative to the largest number.
-        rows: the dim of the batch and the rows of a microbatch on a device; None: it has none.
+        rows: the dim of the batch, and the number of rows of a microbatch on a device; None if the
+            value has no rows.
     """
 
     whole: np.ndarray
@@ -74,7 +76,7 @@ class Record:
     program: Jaxpr | None = None
 
     def save(self, path: str | Path) -> None:
-        """Writes it to a NumPy archive, for a comparison with a later commit."""
+        """Writes the record to a NumPy archive, for a comparison with a later commit."""
         items = list(self.values.items())
         head = {
             "sizes": self.sizes,
@@ -92,10 +94,11 @@ def of_tree(tree: Any) -> Record:
 
 
 def load(path: str | Path) -> Record:
-    """Returns a record that was saved. It has no program, so it names no collectives.
+    """Returns a record that was saved. The record has no program, so a comparison with it names no
+    collectives.
 
     Raises:
-        ValueError: `path` is no such file, or a damaged one.
+        ValueError: the file at `path` is no record, or is damaged.
     """
     try:
         with open(path, "rb") as file, np.load(file) as archive:
@@ -118,7 +121,7 @@ def load(path: str | Path) -> Record:
 
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
-    """Returns one value of a record that was saved. Raises an error for anything else."""
+    """Returns one value of a record that was saved, and its key. Raises an error for other data."""
     path, layer, way, differs, rows = entry
     if way not in PHASES or whole.dtype.kind not in "biuf":
         raise ValueError(f"{path!r} is a {whole.dtype} of the phase {way!r}")
@@ -175,7 +178,9 @@ def record(
 def _put_together(
     recorder: taps.Recorder, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> tuple[dict[Key, Value], dict[str, int], int]:
-    """Returns the tapped values in program order, the mesh's sizes and the microbatches' number."""
+    """Returns the tapped values in program order, the sizes of the mesh, and the number of
+    microbatches.
+    """
     reports_of: dict[Key, list[Report]] = {}
     for report in recorder.reports:
         if report.microbatch >= 0:
@@ -201,9 +206,12 @@ def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
 
 
 def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[int, ...]]:
-    """Returns a sort key for program order: layer by layer, and backward in reverse."""
+    """Returns a sort key for the order in which the program computes the values: layer by layer,
+    and in reverse in the backward pass. `paths` has the place of each tap in the trace.
+    """
     layered = {key.path for key in keys if key.layer >= 0}
-    # Taps of layers that follow one another are one group: all of a layer before the next layer.
+    # Taps in layers are traced once, for all layers. Neighbours in the trace are one group, so that
+    # all values of a layer come before those of the next.
     group, begins, was_layered = {}, -1, False
     for path in sorted(paths, key=paths.__getitem__):
         if path not in layered or not was_layered:
@@ -219,16 +227,16 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
 
 
 class _Form(NamedTuple):
-    """How the blocks of one value make the whole.
+    """How the reported blocks of one value make the whole value.
 
     Attributes:
         names: the mesh's axes.
         sizes: the sizes of the axes.
-        dims: for each dim the axes that split it.
-        rows: the dim of the batch's rows; None: there is none.
-        placed: the axes along which devices have other blocks.
+        dims: for each dim, the axes that split it.
+        rows: the dim of the batch's rows; None if there is none.
+        placed: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
-        joined: whether microbatches have terms of the sum too.
+        joined: whether microbatches also have terms of the sum.
         scale: the factor of the sum.
         microbatches: the number of microbatches.
     """
@@ -247,6 +255,15 @@ class _Form(NamedTuple):
 def _form(
     reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> _Form:
+    """Returns how the reports of one value make the whole value, from the spec of its tap and from
+    JAX's replication types.
+
+    Args:
+        reports: the reports of the value.
+        microbatches: the number of microbatches.
+        rows: the axes that split the batch's rows.
+        means: the axes over whose devices the loss is a mean.
+    """
     mark, backward = reports[0].mark, reports[0].way == BACKWARD
     sizes = dict(mark.sizes)
     names = list(sizes)
@@ -270,7 +287,8 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     """Returns one value, put together from all devices and microbatches."""
     copy_axes = [name for name in form.names if name not in form.placed | form.summed]
     by_microbatch = form.rows is None and not form.joined
-    # By the block's place, and then by the devices that have a copy: their sum, and one report.
+    # By the place of a block, and then by the devices that have a copy of it: the sum of its terms,
+    # and one of the reports.
     blocks: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
@@ -305,7 +323,8 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    A value that is computed again is reported again. Cotangents add up: one of no job is 0.
+    With rematerialisation a value is computed and reported again; the first report counts. The
+    cotangents of all reports add up; without a job they are 0.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:
@@ -318,7 +337,7 @@ def _once(reports: list[Report]) -> Iterable[Report]:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Returns `x` in a type of floating-point numbers that NumPy knows: bfloat16 is none."""
+    """Returns `x` as float32 or float64: NumPy cannot compute with bfloat16."""
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)
 
 

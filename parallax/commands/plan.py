@@ -58,6 +58,7 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_failure_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options for the best interval between checkpoints."""
     option = command.add_argument
     option(
         "--failures-per-device-year",

@@ -123,6 +123,7 @@ def differences(
 
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
+    """Returns the differences between the program's entries and those that were predicted."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []
@@ -136,10 +137,14 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
+    """Returns the attributes of an entry that are no numbers: two such entries are compared."""
     return entry.kind, entry.axes, entry.conditional, entry.unbounded
 
 
 def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost]) -> list[str]:
+    """Returns the differences between the program's entries and the bytes, or `Cost`, that were
+    predicted for each axis. Axes without a prediction must have no entries.
+    """
     entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
         entries_along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
@@ -185,6 +190,7 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
 
 
 def _uncertain(entry: Entry) -> str:
+    """Returns a sentence about an entry whose number of runs the program does not fix."""
     what = f"{entry.kind} along {_axes_text(entry.axes)}"
     if entry.unbounded:
         return (

@@ -50,6 +50,7 @@ def instructions(
     costs, expensive = seconds.Costs(program, chip, cores), []
 
     def add_computation(name: str, times: int | Fraction) -> None:
+        """Adds the instructions of a computation that runs `times` times in a step."""
         for line in program[name]:
             if line.opcode in ("while", "conditional", "call"):
                 for called, trips in line.called:

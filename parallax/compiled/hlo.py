@@ -232,6 +232,9 @@ def runs(program: Module) -> Iterator[Run]:
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
+        """Yields the collectives of the computation `name`, which runs `times` times: at most so
+        often if it is `conditional`, and at least so often if a loop is `unbounded`.
+        """
         for instruction in program[name]:
             if instruction.collective:
                 yield Run(instruction, int(times), conditional, unbounded)

@@ -42,6 +42,9 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
+        """Returns the seconds of an instruction: from the compiler's own cycles or counts if the
+        text has any, and otherwise from its operations and its traffic.
+        """
         if cycles := CYCLES.search(line.attributes):
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
@@ -58,6 +61,7 @@ class Costs:
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
+        """Returns the seconds of so many operations and bytes, whichever takes longer."""
         # A TPU's kernel counts at the full rate, as the cycles of its compiler do.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)

@@ -37,6 +37,9 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
+    """Returns the instructions of a computation; the `recv` of a collective between slices becomes
+    its start, with the `send` of the same rendezvous.
+    """
     sends = {
         found[1]: line.name
         for line in lines

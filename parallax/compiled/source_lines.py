@@ -34,6 +34,7 @@ def read(text: str) -> Callable[[str], str]:
     known: dict[str, str] = {}
 
     def line_of(attributes: str) -> str:
+        """Returns the line of an instruction with these attributes, as "file.py:12", or ""."""
         frame = re.search(r"stack_frame_id=(\d+)", attributes)
         if frame is None:
             named = NAMED.search(attributes)

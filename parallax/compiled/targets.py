@@ -243,9 +243,10 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    # Otherwise libtpu asks Google's cloud for this machine's TPUs,
+    """Returns the topology of TPUs that are not on this machine, for the compiler."""
+    # Otherwise libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # and a second process that compiles dies of a lock file.
+    # Otherwise a lock file ends the second process that compiles.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     _installed("libtpu", "tpu")
     many = {"num_slices": slices} if slices > 1 else {}
@@ -253,6 +254,9 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
 
 
 def _gpus(chip: str, count: int) -> Any:
+    """Returns the topology of GPUs that are not on this machine, in equal machines of at most
+    `MACHINE` GPUs.
+    """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
     if count % machines:
@@ -264,10 +268,12 @@ def _gpus(chip: str, count: int) -> Any:
 
 
 def _topologies() -> Any:
+    """Returns JAX's module of topologies."""
     return importlib.import_module("jax.experimental.topologies")
 
 
 def _installed(module: str, extra: str) -> None:
+    """Raises an `ImportError` that says what to install, if a compiler is missing."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -278,6 +284,7 @@ def _installed(module: str, extra: str) -> None:
 
 
 def _examples() -> str:
+    """Returns examples of targets, for errors."""
     return (
         "Examples: v5e:2x4, v5p:2x2x2, v6e:4x4, 2 x v5e:4x4 (slices), 8 x h100 or 16 x h100 "
         "(machines of eight)."

@@ -201,6 +201,10 @@ class _Replay:
         return state.now
 
     def _computation(self, name: str, state: SimpleNamespace) -> None:
+        """Replays the instructions of a computation, which moves `state.now` on.
+
+        `started` has the end and the source line of each message or copy that was started.
+        """
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:
             if line.opcode == "while":
@@ -218,6 +222,9 @@ class _Replay:
     def _instruction(
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
     ) -> None:
+        """Replays one instruction: it starts its messages, computes, and waits for the messages,
+        unless it only starts them.
+        """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
@@ -238,6 +245,7 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
+        """Waits until a message has arrived, and counts the wait for its source line."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now
@@ -254,6 +262,7 @@ class _Replay:
         return self.inside[line.name]
 
     def _message(self, line: hlo.Instruction) -> _Message:
+        """Returns the message of a collective: its axes, the time on each link, and the delay."""
         if line.name not in self.known:
             flows, rounds = links.flows(line, len(self.machine.places))
             busy, delay = self.machine.crossing(flows)

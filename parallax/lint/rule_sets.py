@@ -80,7 +80,12 @@ def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
 def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
+    """Returns the finding for a leaf that every device has as a whole, with a rule that would split
+    it; nothing if no axis can split the leaf.
+    """
+
     def rank(pair):
+        """Returns a sort key: axes that do not split the batch, then large axes and large dims."""
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 
@@ -109,6 +114,8 @@ PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 def _fixed_heads(
     tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
 ) -> list[Finding]:
+    """Returns a finding for each attention whose projections are split by heads."""
+
     def is_attention(node):
         return isinstance(node, eqx.nn.MultiheadAttention)
 
@@ -135,10 +142,12 @@ def _fixed_heads(
 
 
 def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the axes that split the first dim."""
     return entry_axes(spec[0]) if len(spec) else ()
 
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
+    """Returns the finding for an axis that splits nothing."""
     size = mesh.shape[axis]
     names = [f"{name}={count}" for name, count in mesh.shape.items() if name != axis]
     axes = " x ".join(names) or "another axis"
@@ -156,6 +165,7 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
 def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
+    """Returns the finding for more than `limit` bytes on a device, with the largest leaves."""
     share = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
     on_device, devices = sum(share.values()), math.prod(mesh.shape.values())
     if limit is None or on_device <= limit:
@@ -179,22 +189,27 @@ def _too_many(
 
 
 def _share(leaf: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+    """Returns the bytes of a leaf on each device."""
     return nbytes(leaf) // _devices(_axes(spec), mesh)
 
 
 def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of devices along these axes together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _dims(leaf: Any, size: int) -> list[int]:
+    """Returns the dims of a leaf that an axis of this size can split."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns all axes that a spec names."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
 
 
 def _sentence(text: str) -> str:
+    """Returns a text with a capital letter at its beginning."""
     return text[0].upper() + text[1:]

@@ -197,10 +197,9 @@ class Checkpoints:
         """
         self.wait()
         arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
-        lost = self._lost(
-            arrays
-        )  # while Orbax begins to write: it waits for the disk, and the cores are idle
-        # The note as it is now: the writer's thread comes to it later.
+        # The devices look for nan and inf while Orbax begins to write, when the cores are idle.
+        lost = self._lost(arrays)
+        # A copy of the note: the writer's thread reads it later, and the caller may change it.
         noted = json.loads(json.dumps(dict(note or {})))
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
@@ -229,6 +228,9 @@ class Checkpoints:
         retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
+        """Starts to look for nan and inf in the arrays that must be finite; returns a function that
+        waits for the result, the names of the arrays that have any.
+        """
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
 
     # Restoring
@@ -284,7 +286,9 @@ class Checkpoints:
             )
 
     def _of_first(self, step: int) -> int:
-        """Returns the step that the first process gives."""
+        """Returns the step that the first process gives, on all processes."""
+        # The first process may look at files for a long time. The others wait for it at this
+        # barrier: a collective would hold their devices, and may have a deadline.
         self._come()
         return (
             int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
@@ -293,15 +297,17 @@ class Checkpoints:
         )
 
     def _come(self) -> None:
-        """Waits until all processes have come here, however long that takes: what they do next
-        together takes no time."""
+        """Waits at a barrier until all processes have come here, for up to a day. The collective
+        that follows then takes no time.
+        """
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """Returns the faults in the files of a checkpoint, on all processes; each has hashed its
-        share of them."""
+        """Returns the first fault in the files of a checkpoint, or None, on all processes; each
+        process hashes its share of the files.
+        """
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -322,12 +328,14 @@ class Checkpoints:
         return {"": None, "damaged": manifest.Damaged(words), "unread": ValueError(words)}[kind]
 
     def _refuse(self, step: int, why: ValueError) -> None:
+        """Notes that the checkpoint of a step is not restored, and prints why."""
         self.refused[step] = why
         self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        """Returns the newest step whose checkpoint is one, as far as names and sizes tell, and was
-        not refused. Others are refused."""
+        """Returns the newest step whose checkpoint is good by its names and sizes, and was not
+        refused. Newer ones are refused. Returns `NONE` if the folder never held a checkpoint.
+        """
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -357,6 +365,12 @@ class Checkpoints:
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
+        """Returns the state of a checkpoint, with the tree and the shardings of `like`.
+
+        Raises:
+            ValueError: the record has other arrays than `like`.
+            manifest.Damaged: an array that must be finite is not.
+        """
         like = stored.shapes(like)
         wanted = like if self.form is None else stored.converted(self.form.to_disk, like)
         arrays, numbers = stored.stored(wanted)
@@ -373,7 +387,7 @@ class Checkpoints:
                 "code a static field."
             )
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-        none = stored.empty(template)
+        none = stored.empty(template)  # arrays of size zero, which Orbax does not store
         template = {name: leaf for name, leaf in template.items() if name not in none}
         shardings = orbax().checkpoint_utils.construct_restore_args(template)
         found = none | self._writer.arrays.restore(

@@ -51,6 +51,10 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
+    """Moves the old files from `folder` to `old`, and the files in `new` to `folder`. The file
+    `last` goes first and comes last, so a half-changed folder is without it, and is never read. If
+    a move fails, all moves are undone.
+    """
     written = sorted({file.name for file in new.iterdir()} - {last})
     moved: list[tuple[Path, Path]] = []
 

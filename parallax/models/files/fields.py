@@ -57,7 +57,7 @@ class Number:
         return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
-        """Returns the fields that state it."""
+        """Returns the fields that state this number."""
         return dict.fromkeys(self.names, value)
 
 
@@ -200,9 +200,10 @@ class Fields:
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
+        """Refuses fields of the file whose value is none of those in `only`."""
         for name in fields.keys() & only.keys():
             value, values = fields[name], only[name]
-            # 1 is not True here, nor 0 False.
+            # Compared with their types: in Python 1 == True and 0 == False.
             if not any(type(value) is type(needed) and value == needed for needed in values):
                 raise ValueError(
                     f"{name} must be {' or '.join(map(repr, values))}; it is {short(value)}, for "
@@ -210,6 +211,7 @@ class Fields:
                 )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
+        """Refuses fields that are in no table nor in `others`, and values of a wrong type."""
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():
             known |= {*number.names, *number.aliases}
@@ -230,4 +232,5 @@ class Fields:
 
 
 def _as_json(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns each field with its value as JSON."""
     return {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}

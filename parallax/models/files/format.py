@@ -155,6 +155,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
+    """Returns a sentence about the tokenizer in the folder that was written."""
     if tokenizer:
         names = ", ".join(file.name for file in tokenizer)
         return f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {names}."
@@ -170,7 +171,7 @@ def _note(folder: Path, tokenizer: list[Path]) -> str:
 
 
 def _widest(dtypes: set[np.dtype]) -> np.dtype:
-    """The type that holds every number of these."""
+    """Returns the smallest type that holds every number of these types."""
     size = max(dtype.itemsize for dtype in dtypes)
     largest = [dtype for dtype in dtypes if dtype.itemsize == size]
     # Neither of float16 and bfloat16 holds the other.

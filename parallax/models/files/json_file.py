@@ -43,6 +43,7 @@ def short(value: Any) -> str:
 
 
 def _integer(digits: str) -> int:
+    """Returns an integer of a JSON file. Refuses one of more than `DIGITS` digits."""
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
             f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"

@@ -61,6 +61,7 @@ def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
 
 
 def _downloaded(name: str, asks: str) -> Path:
+    """Returns the folder of a model that the Hugging Face hub gives; `asks` begins the errors."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -286,6 +286,7 @@ def _check_names(
     asked: str,
     asks: str,
 ) -> None:
+    """Refuses tensors of an adapter, a missing tensor, and one that the model does not have."""
     files = _files_of(stored)
     if adapters := [
         tensor.name
@@ -308,11 +309,13 @@ def _check_names(
 
 
 def _files_of(stored: Mapping[str, Stored]) -> str:
+    """Returns the names of the files that the tensors are in."""
     files = sorted({str(tensor.file) for tensor in stored.values()})
     return ", ".join(files) or "the safetensors file"
 
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
+    """Refuses a tensor of another shape than the model's, or of no floating-point type."""
     if tensor.shape != shape:
         raise ValueError(
             f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
