@@ -1,4 +1,4 @@
-"""What is to outlive a power cut, and what is read of a folder in which others may write."""
+"""Files that must outlive a power cut, and safe reads from a folder in which others may write."""
 
 import errno
 import io
@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-# Bytes of a manifest, a record or a configuration: the index of a model of 700 billion parameters
-# has 9 million.
+# The most bytes of a manifest, a record or a configuration. The index of a model of 700 billion
+# parameters has 9 million bytes.
 LARGEST = 32 << 20
 
 
@@ -23,19 +23,16 @@ def sync(path: Path) -> None:
 def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     """Opens the regular file at `path` to be read, with no buffer; `what` describes it in an error.
 
-    Raises `ValueError` for anything else: a pipe would never answer, and a device never end. Raises
-    `OSError` as `open` does.
+    Raises `ValueError` for anything else: a read from a pipe may wait forever, and a device may
+    have no end. Raises `OSError` as `open` does.
     """
     try:
         file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
     except IsADirectoryError as error:
         raise ValueError(f"{path}: needed {what}, found a folder.") from error
     except OSError as error:
-        if error.errno in (
-            errno.ELOOP,
-            errno.ENXIO,
-            errno.ENAMETOOLONG,
-        ):  # a link to itself; a socket; no name of a file
+        # In order: a link to itself; a socket; a name that no file can have.
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):
             raise ValueError(f"{path}: needed {what}, found none ({error.strerror}).") from error
         raise
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -45,14 +42,20 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
 
 
 def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARGEST) -> bytes:
-    """Returns the bytes of the regular file at `path`. Raises `ValueError` as `open_file` does, and
-    where there are more than `most`."""
+    """Returns the bytes of the regular file at `path`.
+
+    Raises `ValueError` as `open_file` does, and for a file of more than `most` bytes.
+    """
+    # `open_file` has no buffer, and its `read` may return fewer bytes than asked for; a
+    # `BufferedReader` reads on until it has all.
     with io.BufferedReader(open_file(path, what)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path}: needed {what} of {most} bytes at most; the file has {size}.")
+        # Another process may have made the file longer since: the bound holds here too.
         return file.read(most)
 
 
 def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file without waiting for a pipe's writer, and without taking over a terminal."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

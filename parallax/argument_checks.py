@@ -1,5 +1,4 @@
-"""What a caller gives, held against what is needed before anything is computed, so that the refusal
-is a sentence."""
+"""Checks of arguments before anything is computed, with clear error messages."""
 
 import operator
 from typing import Any
@@ -14,9 +13,9 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """Returns the `numbers` as Python's integers; `where` begins the message.
+    """Returns the `numbers` as Python's integers, in order; `where` begins the error message.
 
-    NumPy's integers are whole numbers, and 1.0 is not.
+    NumPy's integers are accepted; 1.0 is not.
 
     Raises:
         ValueError: one of them is something else.
@@ -24,7 +23,7 @@ def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
     integers = []
     for name, value in numbers.items():
         try:
-            # `int` would take 1.5 and '7' too.
+            # `int` would accept 1.5 and '7' too.
             integers.append(operator.index(value))
         except TypeError as error:
             raise ValueError(
@@ -34,13 +33,11 @@ def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
 
 
 def check_not_deleted(where: str, tree: PyTree) -> None:
-    """Refuses a `tree` with a leaf that is None, or an array that is deleted, as after a step that
-    donates its state.
+    """Raises `ValueError` if a leaf of `tree` is None or a deleted array.
 
-    Raises:
-        ValueError: there is one; the message names its leaf.
+    A step that donates its state deletes the arrays of that state. The message names the leaf.
     """
-    # JAX flattens None away, and with it the leaf that is missing.
+    # Without `is_leaf`, JAX would skip None.
     for path, leaf in tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]:
         if leaf is None:
             raise ValueError(
@@ -55,15 +52,17 @@ def check_not_deleted(where: str, tree: PyTree) -> None:
 
 
 def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) -> None:
-    """Refuses windows of tokens, `[batch, window]`, that are none, and ids outside the vocabulary
-    where these are known.
+    """Raises `ValueError` unless `ids` are windows of tokens: whole numbers, `[batch, window]`.
 
-    Inside a compiled program they are not: there the ids are taken, and the embedding gives nan.
-    With `weights`, of each token after the first, an id is taken if it and all after it in its
-    sequence have a weight of 0.
+    Ids outside the vocabulary are refused too, if their values are known. Inside a compiled program
+    values are not known: there such ids pass, and the embedding gives nan.
 
-    Raises:
-        ValueError: the ids are not whole numbers in two dims, or one is outside.
+    Args:
+        where: the beginning of the error message.
+        ids: the tokens.
+        vocabulary: the number of tokens that exist.
+        weights: the weights of the tokens after the first of each window. An id outside the
+            vocabulary is accepted if it and all later tokens of its window have a weight of 0.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
         raise ValueError(
@@ -77,15 +76,15 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         )
     if not (_known(ids) and _known(weights)):
         return
-    # In NumPy: on a device this check would be a compiled program for each shape.
+    # NumPy is used, since JAX would compile a program for each shape.
     ids = np.asarray(ids)
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
-        counts = np.asarray(weights) != 0
-        # From the end on: whether any token from here on counts.
-        counts = np.maximum.accumulate(
-            np.concatenate([counts[:, :1], counts], axis=1)[:, ::-1], axis=1
-        )[:, ::-1]
+        has_weight = np.asarray(weights) != 0
+        # The first token has no weight of its own, and takes that of the second.
+        has_weight = np.concatenate([has_weight[:, :1], has_weight], axis=1)
+        # For each token: whether this token or any later one has a weight other than 0.
+        counts = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]
         outside &= counts
     if outside.any():
         place = tuple(map(int, np.argwhere(outside)[0]))
@@ -97,6 +96,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
 
 
 def _known(array: Any) -> bool:
-    """Returns whether the values can be read here: they are not those of a program that is being
-    traced, or of other processes."""
+    """Returns whether the values can be read here.
+
+    The values of a program that is being traced, and those on other processes, cannot.
+    """
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -1,10 +1,9 @@
-"""The cross-entropy of a language model's head, without its logits: a block of tokens at a time,
-the gradient on the way.
+"""The cross-entropy of a language model's head, block by block, without all logits at once.
 
-The logits `x · table^T` are B T V numbers, often more than all the rest of the model. A block of
-tokens needs only its own, and what it leaves behind is small: a loss, the gradient of its `x`, and
-its term of the table's gradient. All three are made while the block's logits are there, so the
-backward pass has nothing left to do but to scale.
+The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
+block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
+and its term of the table's gradient. All three are computed while the block's logits exist, so the
+backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
@@ -33,29 +32,29 @@ def mean(
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
     `x[B, D], W[V_X, D], targets[B] -> scalar`.
 
-    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
-    with three matrix products for value and gradient, as there, and one for the value alone. The
-    products' terms are of `x`'s type, their sums, the softmax and the loss in float32 or wider.
+    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`. It
+    has as many matrix products: three for value and gradient, one for the value alone. The factors
+    of the products have the dtype of `x`. Their sums, the softmax and the loss are float32 or
+    wider.
 
-    It holds t V_X logits, t = `block_tokens`, and two tables of sums; each block reads and writes
-    these, so that blocks of some hundred tokens cost no time. What moves over `axis` is that of
-    `tensor.cross_entropy`, block by block.
+    It holds the t V_X logits of t = `block_tokens` tokens, and two sums of the size of the table.
+    Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
+    noticeable time. Each block sends what `tensor.cross_entropy` sends.
 
-    Backwards, as after `tensor.copy_to`, the cotangent of `x` is this device's share. There is no
+    The cotangent of `x` is this device's share, which `tensor.copy_to` before it sums. There is no
     forward-mode derivative.
 
     Args:
-        x: what the head multiplies, after `tensor.copy_to`.
-        table: the rows of the vocabulary, or this device's, split over `axis`.
-        targets: they count over the whole vocabulary. One outside it makes the loss nan, unless its
-            weight is 0.
-        axis: the axis or axes that the rows are split over; `()` where the table is whole.
-        weights: each token's loss is multiplied by its weight, and still divided by the number of
-            tokens; constants, that are not differentiated. Pass `normalized` ones for a mean over
-            the weighted tokens.
-        vocabulary: rows from here on are padding: their logits are minus infinity, their gradients
-            zero.
-        block_tokens: at most so many tokens' logits are there at once.
+        x: the input of the head, after `tensor.copy_to`.
+        table: this device's rows of the vocabulary's table, which is split over `axis`.
+        targets: numbers of rows of the whole table. A target outside the vocabulary makes the loss
+            nan, unless its weight is 0.
+        axis: the axis or axes that the rows are split over; `()` if the table is whole.
+        weights: the factors of the tokens' losses. The sum is still divided by the number of
+            tokens: pass `normalized` weights for a weighted mean. They are not differentiated.
+        vocabulary: the number of rows without padding. The logits of padding are minus infinity,
+            and its gradients zero.
+        block_tokens: the most tokens whose logits exist at the same time.
 
     Raises:
         ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
@@ -63,15 +62,16 @@ def mean(
     """
     axis = Axis.of(axis)
     _check_mean(x, targets, axis, block_tokens)
-    # All vary alike in the rule below; where they did not before, the transpose of `varying` adds
-    # up.
+    # In the `custom_vjp` below, all arguments vary along the same axes. The transpose of `varying`
+    # sums a gradient over the axes along which its argument did not vary before.
     others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
     count, wide = targets.size, precision.accumulation_dtype(x.dtype)
-    # The blocks are equal, so the loop is compiled once; the last one is filled up.
+    # The blocks have equal sizes, so that one loop runs them all; zeros fill up the last block.
     blocks = -(-count // block_tokens)
 
     def in_blocks(leaf, dims=0):
+        """Returns `leaf`, whose last `dims` dims are not tokens, as `[blocks, tokens, ...]`."""
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
@@ -82,6 +82,8 @@ def mean(
 
     @jax.custom_vjp
     def loss(x, table, *others):
+        """Returns the mean loss; `others` are the targets, and the weights if there are any."""
+
         def block(_, parts):
             return None, losses_of(make_logits(parts[0], table), *parts[1:])
 
@@ -89,29 +91,34 @@ def mean(
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
-        def block(sums, parts):
-            part, *of_tokens = parts
-            losses, transposed = jax.vjp(
-                lambda logits: losses_of(logits, *of_tokens), make_logits(part, table)
+        """Returns the mean loss, and the gradients of the sum of losses in `x` and the table."""
+
+        def block(d_table, parts):
+            """Returns the table's gradient after one block, and the block's losses and dx."""
+            block_x, *targets_and_weights = parts
+            losses, transpose = jax.vjp(
+                lambda logits: losses_of(logits, *targets_and_weights), make_logits(block_x, table)
             )
-            error = transposed(jnp.ones_like(losses))[0].astype(part.dtype)  # softmax less one-hot
-            # The table's gradient is added up in float32 or wider over all blocks, and rounded once
+            # The gradient of the logits: the softmax minus one-hot targets, times the weights.
+            d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
+            # The table's gradient is summed over all blocks in float32 or wider, and rounded once
             # at the end.
-            sums += jnp.einsum("tv,td->vd", error, part, preferred_element_type=wide)
-            share = jnp.einsum("tv,vd->td", error, table, preferred_element_type=wide)
-            return sums, (losses, share)
+            d_table += jnp.einsum("tv,td->vd", d_logits, block_x, preferred_element_type=wide)
+            d_x = jnp.einsum("tv,vd->td", d_logits, table, preferred_element_type=wide)
+            return d_table, (losses, d_x)
 
         zeros = match_varying(jnp.zeros(table.shape, wide), table)
         parts = in_blocks(x, 1), *map(in_blocks, others)
-        sums, (losses, shares) = lax.scan(block, zeros, parts)
+        d_table, (losses, d_x_blocks) = lax.scan(block, zeros, parts)
         mean_loss = jnp.mean(losses.reshape(-1)[:count])
-        gradient_of_x = shares.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
-        return mean_loss, (gradient_of_x, sums)
+        d_x = d_x_blocks.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
+        return mean_loss, (d_x, d_table)
 
-    def backward(gradients, ct):
-        # The loss is a mean, and what was kept are gradients of a sum.
+    def backward(gradients, cotangent):
+        """Returns the gradients times the loss's cotangent; targets and weights have none."""
+        # The loss is a mean, but the kept gradients are those of the sum.
         scaled = [
-            (g * (ct / count)).astype(leaf.dtype)
+            (g * (cotangent / count)).astype(leaf.dtype)
             for g, leaf in zip(gradients, (x, table), strict=True)
         ]
         return *scaled, *(None for _ in others)
@@ -121,7 +128,7 @@ def mean(
 
 
 def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None:
-    """Refuses what `mean` cannot be taken of."""
+    """Raises the errors of `mean`."""
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
@@ -139,29 +146,30 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
 
 
 def _in_blocks(leaf: Array, blocks: int) -> Array:
-    """Returns `leaf`, a row for each token, as `[blocks, tokens of one, ...]`."""
+    """Returns `leaf`, which has a row for each token, as `[blocks, tokens of a block, ...]`."""
     # Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient.
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
 
 def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
-    """Returns `weights` over their mean in the global batch: a mean over tokens, times these, is Σ
-    weight · loss / Σ weight.
+    """Returns `weights` divided by their mean over the global batch.
 
-    A weighted mean is no mean of means: devices and microbatches have different sums of weights.
-    Divided by the global mean once, before the gradient function, the weights can go through
-    `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and a pipeline, which all
-    take means of equal parts. One scalar moves.
+    With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
+    weighted mean of the batch is not the mean of its parts' weighted means, since devices and
+    microbatches have different sums of weights. So the weights are divided by their global mean
+    once, before the gradient function. Then `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and a pipeline, which take plain means of equal parts, give the right
+    result. One scalar is sent.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch
             return grad(params, (windows, cross_entropy.normalized(weights, "data")))
 
-    Where all weights are 0, the result is nan.
+    If all weights are 0, the result is nan.
 
     Args:
-        weights: of this device's tokens, at least 0; those that are ignored have 0.
+        weights: the weights of this device's tokens, at least 0; ignored tokens have 0.
         axis: the axis or axes that split the batch.
     """
     axis = Axis.of(axis)

@@ -1,27 +1,29 @@
-"""The one table of chips: what devices can do as their makers state it.
+"""The table of chips: the rates and sizes that their makers state.
 
-    hardware.A100                                  # a record: numbers of one device
+    hardware.A100                                  # a record: the figures of one device
 
-Figures are of one device (a TPU chip), in one direction of a link, in 10^9 bytes; a TPU's memory in
-2^30. They were written down before the first estimate and are tuned to none. Sources:
+Figures are for one device (a TPU chip) and for one direction of a link. GB are 10^9 bytes, but 2^30
+for the memory of a TPU. The figures were written down before the first estimate, and were not tuned
+to any. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
-  nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. NVLink one way;
-  between machines, the network of a DGX, for each of eight devices. A hop: the base latencies of
-  NCCL's model of rings (src/graph/tuning.cc): 3.4 and 14 us.
-* TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x; links one way and between slices from
-  Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2, which also has
-  1 us a hop. A v4's share of the network between slices is not stated: it is taken as a v5p's, a
-  TPU7x's as a v6e's, and the latency of that network is taken as 10 us. Google's pages state both
-  directions of all links of a chip together: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e, or
-  100 GB/s one way; the 90 of the book are taken for all three.
-* A TPU's clock turns its compiler's cycles into seconds: the rate of products over the operations
-  of a cycle, 2 x 128 x 128 a matrix unit, 4 units a core up to v5p. From v6e on it is not stated,
-  and a v5p's 1.75 GHz is taken.
-* Shares: of the stated figures, large products reach 0.75; in the replay of a compiled program,
-  passes over a GPU's memory reach 0.9 and NVLink 0.8. These are assumptions. In a TPU's program
-  products and passes are in the compiler's own cycles.
+  nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. NVLink is
+  counted one way. The network between machines is that of a DGX, an eighth for each of its eight
+  devices. The latencies of a hop, 3.4 and 14 us, are the base latencies in NCCL's model of rings
+  (src/graph/tuning.cc).
+* TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
+  are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. Two
+  shares of the network between slices are not stated: a v4 is given that of a v5p, and a TPU7x that
+  of a v6e. The latency of that network is assumed to be 10 us. Google's pages state the sum over
+  all links of a chip and both directions: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e. That is
+  100 GB/s per link one way; the book's 90 are used for all three.
+* A TPU's clock turns the cycles of its compiler into seconds. It is the rate of products divided by
+  the operations per cycle: 2 x 128 x 128 for a matrix unit, with 4 units per core up to v5p. From
+  v6e on the units are not stated, and the 1.75 GHz of a v5p are used.
+* Shares of the stated figures, which are assumptions: large products reach 0.75. In the replay of a
+  compiled program, passes over a GPU's memory reach 0.9, and NVLink 0.8. For a TPU's program the
+  compiler states the cycles of products and passes.
 """
 
 import dataclasses
@@ -36,27 +38,27 @@ GB, GIB, TERA = 1e9, 2.0**30, 1e12
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device of many.
+    """The figures of one device.
 
     Args:
-        name: the maker's name for it.
-        platform: "tpu", "cuda" or "cpu", as XLA calls it.
-        memory: bytes.
-        rate: floating-point operations a second of matrix products, in 16 bits.
-        full_rate: the same where the model computes in its parameters' own type: with float32, as
-            JAX computes it by default.
-        bandwidth: bytes a second from and to memory.
-        domain: devices that the fast links join: a machine, a slice.
-        fast: a hop over one of those links (TPU), or over all of a GPU's links to the switch.
+        name: the maker's name.
+        platform: "tpu", "cuda" or "cpu", as in XLA.
+        memory: the bytes of memory.
+        rate: the floating-point operations per second of matrix products in 16 bits.
+        full_rate: the same in the dtype of the parameters: in float32, as JAX computes its products
+            by default.
+        bandwidth: the bytes per second from and to memory.
+        domain: the number of devices that fast links join: those of a machine or a slice.
+        fast: a hop over one fast link (TPU), or over all links of a GPU to the switch.
         slow: a hop between domains.
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
-        clock: cycles a second; 0 where the compiler counts none.
-        fresh: seconds a byte of temporaries, where each step gets its memory anew from the system;
-            0 where it is kept.
-        short: bytes of a number in `bfloat16` or `float16`: 4 where the compiler widens them.
-        torus: chips along each dim of the slice that the mesh takes, as (2, 4); () counts every hop
-            as one link.
+        clock: the cycles per second; 0 if the compiler states no cycles.
+        fresh: the seconds per byte of temporaries if each step gets new memory from the system; 0
+            if memory is kept.
+        short: the bytes of a number in `bfloat16` or `float16`: 4 if the compiler widens them.
+        torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
+            hop is always one link.
     """
 
     name: str
@@ -76,27 +78,29 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """Returns a hop in a group whose first and last device are `span` apart: slow where it
-        leaves the domain.
+        """Returns the hop in a group of devices: a fast one if the group is inside a domain.
 
-        One over several `links` takes so many times as long, since its bytes use them all.
+        Args:
+            span: the number of devices from the first to the last of the group.
+            links: the links that the hop crosses. The hop takes so many times as long, since its
+                bytes use all of these links.
         """
-        return (
-            self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta)
-            if span <= self.domain
-            else self.slow
-        )
+        if span > self.domain:
+            return self.slow
+        return self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta)
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """Returns the links that a hop along each axis takes in the mean, where `mesh.make` lays
-        them: 1 where no torus is given.
+        """Returns the mean number of links of a hop along each axis, as `mesh.make` lays the axes.
+
+        It is 1 if no torus is given.
 
         Raises:
-            ValueError: the axes multiply to another number than the torus has chips, or cores of
-                chips.
+            ValueError: the product of the axes is neither the number of chips of the torus nor that
+                of its cores.
         """
-        cores, rest = divmod(math.prod(axes.values()), math.prod(self.torus))
-        if rest or (self.torus and cores not in (1, 2)):
+        # A chip has one device, or two if each of its two cores is a device.
+        cores, remainder = divmod(math.prod(axes.values()), math.prod(self.torus))
+        if remainder or (self.torus and cores not in (1, 2)):
             raise ValueError(
                 f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
                 f"chips, and the layout {math.prod(axes.values())} devices. Use a layout of as "
@@ -111,6 +115,7 @@ class Hardware:
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
+    """Returns the record of a GPU, from GB, teraflops per second, and GB per second."""
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB
@@ -118,6 +123,10 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
 
 
 def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware:
+    """Returns the record of a TPU, from GB, teraflops per second, GB per second, and GHz.
+
+    `chips` is the number of chips of the largest slice.
+    """
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, rate * TERA, bandwidth * GB
@@ -135,7 +144,7 @@ TPU_V5P = _tpu("TPU v5p", 95, 459, 2765, 8960, 90, 6.25, 1.75)
 TPU_V6E = _tpu("TPU v6e", 32, 918, 1640, 256, 90, 12.5, 1.75)
 TPU7X = _tpu("TPU7x", 192, 2307, 7380, 9216, 90, 12.5, 1.75)
 
-# A virtual CPU device: it has no rates of its own, so that a plan for it is about bytes alone.
+# A virtual CPU device. Its rates are placeholders: only the bytes of a plan for it mean something.
 VIRTUAL_CPU = Hardware(
     *("virtual CPU", "cpu", math.inf, 1e11, 1e11, 1e10, 1),
     *2 * (Link(1e-5, 1e-10),),
@@ -150,11 +159,13 @@ KNOWN = {
 
 
 def named(name: str) -> Hardware:
-    """Returns the record of a known chip, by a name such as `a100` or `v5p`, or a TPU's slice as
-    `v5e:2x4`, whose links then count.
+    """Returns the record of a known chip, by a name such as `a100` or `v5p`.
+
+    A name such as `v5e:2x4` gives the chip with the torus of a slice, so that hops over several
+    links are counted.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: the chip is not known.
     """
     key, _, sizes = name.lower().partition(":")
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
@@ -164,8 +175,6 @@ def named(name: str) -> Hardware:
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "
             "a hardware.Hardware with your numbers."
         )
-    return (
-        dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))
-        if torus
-        else KNOWN[key]
-    )
+    if not torus:
+        return KNOWN[key]
+    return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))

@@ -1,5 +1,4 @@
-"""Reading traced programs: the jaxprs inside an equation, the parts of a loop, and what is known of
-values on the way through."""
+"""Reads traced programs: the jaxprs inside an equation, the parts of a loop, and facts on values."""
 
 import functools
 import operator
@@ -19,7 +18,7 @@ _BELOW = (os.path.dirname(str(jax.__file__)) + os.sep, sysconfig.get_path("stdli
 
 # Primitives that compute each element of their result from the same element of their operands
 # fmt: off
-CHEAP = frozenset(  # so cheap that a compiler computes them again for each reader
+CHEAP = frozenset(  # so cheap that a compiler computes them again for each use
     {
         "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "clz",
         "complex", "conj", "convert_element_type", "eq", "eq_to", "floor", "ge", "gt", "imag",
@@ -29,7 +28,7 @@ CHEAP = frozenset(  # so cheap that a compiler computes them again for each read
         "sub", "xor",
     }
 )
-DEAR = frozenset(  # computed once where several read them
+DEAR = frozenset(  # computed once, even for several uses
     {
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
         "bessel_i1e", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc",
@@ -37,7 +36,7 @@ DEAR = frozenset(  # computed once where several read them
         "polygamma", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
     }
 )
-UNCHANGED = frozenset(  # the same numbers, perhaps of another type
+UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dtype
     {
         "copy", "copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary",
         "reduce_precision", "reshard",
@@ -45,17 +44,18 @@ UNCHANGED = frozenset(  # the same numbers, perhaps of another type
 )
 # fmt: on
 ELEMENTWISE = CHEAP | DEAR | UNCHANGED
-LAID_OUT = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
-)  # of equal numbers: equal numbers
+# Primitives that only move numbers: if all numbers of the operand are equal, so are the result's.
+LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 
-COUNTED = re.compile(
-    r"/(\w+)\.(\d+)_of_(\d+)/while\""
-)  # how a compiled program names a loop in a `counted_scope`
+# The name of a loop in a `counted_scope`, in a compiled program
+COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Returns a jaxpr without its constants' values; JAX 0.12 knows one kind only."""
+    """Returns a jaxpr without the values of its constants.
+
+    JAX 0.12 has only one kind of jaxpr, which is returned unchanged.
+    """
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -65,7 +65,10 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """Returns all jaxprs among these parameters, in the order of `inner`, with their constants."""
+    """Returns all jaxprs among the parameters of an equation, with the values of their constants.
+
+    The order is that of `inner`.
+    """
     values = [
         item
         for value in params.values()
@@ -75,8 +78,10 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the one jaxpr that takes an equation's operands and gives its results, as `jit`'s or
-    `checkpoint`'s; else None."""
+    """Returns the only jaxpr of an equation, if it maps the operands to the results; else None.
+
+    The equations of `jit` and `checkpoint` have such a jaxpr.
+    """
     bodies = inner(eqn)
     fits = (
         len(bodies) == 1
@@ -87,13 +92,15 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation does more than compute its results. To name a mesh axis, as JAX's
-    sums do, is nothing more."""
+    """Returns whether an equation does more than compute its results.
+
+    The effect of naming a mesh axis, which JAX's sums have, does not count.
+    """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Returns each equation of a jaxpr and of those inside."""
+    """Yields each equation of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in inner(eqn):
@@ -116,8 +123,10 @@ COLLECTIVES = frozenset(
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
-    """Returns the axes of the collectives that an equation is, or has inside. One of this library
-    is opened, inside its map."""
+    """Returns the axes over which an equation, or an equation inside it, communicates.
+
+    A collective of this library holds functions instead of a jaxpr, so it is traced to see them.
+    """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
         if eqn.primitive is collective_types.linear_p
@@ -130,12 +139,12 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
 
 
 class Reach(NamedTuple):
-    """Which of a program's arguments a value depends on, one bit for each.
+    """The arguments of a program that a value depends on, as masks with one bit per argument.
 
     Attributes:
-        at_all: in any way.
-        alone: in a way without a collective.
-        met: in such a way, on which it met data, as a weight in a product.
+        at_all: the arguments that the value depends on in any way.
+        alone: the arguments that it depends on in a way without a collective.
+        met: the arguments that met data in such a way, as a weight does in a product.
     """
 
     at_all: int = 0
@@ -143,17 +152,17 @@ class Reach(NamedTuple):
     met: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
-        """Returns the arguments that one of two values depends on."""
+        """Returns the arguments that at least one of two values depends on."""
         return Reach(*map(operator.or_, self, second))
 
 
 class Uses(NamedTuple):
-    """How a result depends on each argument of a program.
+    """The dependence of a result on each argument of a program.
 
     Attributes:
-        reached: whether it does.
-        unsent: whether it meets data on a way to the result that has no collective, so that no
-            other device's part joins it.
+        reached: whether the result depends on the argument.
+        unsent: whether the argument meets data on a way to the result without a collective, so that
+            the parts of other devices never join it.
     """
 
     reached: list[bool]
@@ -161,12 +170,16 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """Returns for each result of a program how its arguments were used on the way; `data` says
-    which arguments meet the others.
+    """Returns for each result of a program how it depends on the arguments.
 
-    Collectives are those along `axis`. Scalars that are added or multiplied meet nothing, so a
-    penalty on weights is no use of them. An argument that goes into a `ppermute` counts as sent on
-    all ways: a ring written by hand leaves a device's own block in its place.
+    Scalars that are added or multiplied meet nothing, so a penalty on weights does not count as a
+    use of the weights with data. An argument that goes into a `ppermute` counts as sent on all
+    ways, since a ring that is written by hand does not send a device's own block.
+
+    Args:
+        closed: the program.
+        axis: the axis; collectives along other axes are ignored.
+        data: for each argument, whether it is data, which weights can meet.
     """
     count = len(opened(closed).invars)
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
@@ -174,39 +187,47 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
 
     def bits(mask):
+        """Returns a mask as a bool for each argument."""
         return [bool(mask >> i & 1) for i in range(count)]
 
     return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
 
 
 class Following:
-    """Follows what is known of values through a program; what is known of two values is joined by
-    `|`.
+    """Propagates facts about values through a program, from the arguments to the results.
+
+    Subclasses say what a fact is. The facts about two values are joined by `|`.
 
     Attributes:
-        unknown: what is known of any value.
+        unknown: the fact about a value of which nothing is known.
     """
 
     unknown: Any
 
     def constant(self, aval: Any, value: Any) -> Any:
-        """Returns the facts about a number in the program, of the type `aval`; `value` is None
-        where the program has its type alone."""
+        """Returns the facts about a constant of the program, of the type `aval`.
+
+        `value` is None if only the type is known.
+        """
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
-        """Returns the facts about a result of the type `aval`, of an equation that calls no
-        function which takes its operands."""
+        """Returns the facts about a result, of the type `aval`, of an equation without inner
+        programs.
+
+        `operands` are the facts about the equation's operands.
+        """
         raise NotImplementedError
 
     def met(self, operands: Sequence[Any]) -> Any:
-        """Returns the facts about a value that was made, or chosen, by all of these."""
+        """Returns the facts about a value that was computed from, or chosen by, all `operands`."""
         return functools.reduce(operator.or_, operands, self.unknown)
 
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Returns the facts about a program's results."""
         jaxpr = opened(program)
-        # An inner program that was opened has lost its constants' values; their types are left.
+        # An inner program that was opened has lost the values of its constants, but has their
+        # types.
         numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
         constants = map(self.constant, types(jaxpr.constvars), numbers)
         known = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -233,16 +254,16 @@ class Following:
                 operands[first + carries :],
             )
         if name == "while":
+            # The first operands are constants of the condition.
             skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            of_body = operands[skipped:]
-            return self.loop(
-                opened(eqn.params["body_jaxpr"]), of_body[:constants], of_body[constants:], []
-            )
+            body_operands = operands[skipped:]
+            body = opened(eqn.params["body_jaxpr"])
+            return self.loop(body, body_operands[:constants], body_operands[constants:], [])
         if called(eqn) is not None:
             return self.run(closed(eqn.params)[0], operands)
         # A collective of several arrays computes each result from one of them.
-        side_by_side = name in COLLECTIVES or name == "optimization_barrier"
-        if side_by_side and len(operands) == len(eqn.outvars):
+        is_by_operand = name in COLLECTIVES or name == "optimization_barrier"
+        if is_by_operand and len(operands) == len(eqn.outvars):
             return [
                 self.plain(eqn, [operand], var.aval)
                 for operand, var in zip(operands, eqn.outvars, strict=True)
@@ -250,8 +271,10 @@ class Following:
         return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
 
     def branches(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about a conditional's results, of which each is that of one of its
-        branches."""
+        """Returns the facts about a conditional's results, joined over its branches.
+
+        The first operand chooses the branch, so the results depend on it too.
+        """
         every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
         return [
             self.met([operands[0], functools.reduce(operator.or_, values)])
@@ -261,9 +284,12 @@ class Following:
     def loop(
         self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
     ) -> list[Any]:
-        """Returns the facts about a loop's results, once its carries have settled."""
-        # Each round adds something to what is known of a carry, and there are finitely many leaves
-        # to add.
+        """Returns the facts about a loop's results: carries, then stacked results.
+
+        `constants`, `carry` and `sliced` are the facts about the operands of the three kinds.
+        """
+        # The body is read again until the facts about the carries no longer change. This ends,
+        # since each pass adds to them, and there are finitely many facts.
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
             joined = list(map(operator.or_, carry, carried))
@@ -273,27 +299,26 @@ class Following:
 
 
 class FollowingAlong(Following):
-    """A `Following` of a program whose devices differ along an axis.
-
-    Attributes:
-        axis: the axis.
-    """
+    """Propagates facts through a program that runs over a mesh axis, `axis`."""
 
     def __init__(self, axis: str):
         self.axis = axis
-        # By an equation's id, since a loop's body is read several times.
+        # By an equation's id: `is_sent` is asked again each time that a loop's body is read.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation has a collective over the axis; what it calls is opened
-        once."""
+        """Returns whether an equation, or an equation inside it, communicates over the axis."""
         if id(eqn) not in self._sent:
             self._sent[id(eqn)] = eqn, sent_over(eqn)
         return self.axis in self._sent[id(eqn)][1]
 
 
 class _Ways(FollowingAlong):
-    """Follows arguments through a program; `passed_on` are those that go into a `ppermute`."""
+    """Propagates the dependence on arguments, for `uses`.
+
+    Attributes:
+        passed_on: a mask of the arguments that go into a `ppermute`.
+    """
 
     unknown = Reach()
 
@@ -303,26 +328,27 @@ class _Ways(FollowingAlong):
         self.passed_on = 0
 
     def constant(self, aval: Any, value: Any) -> Reach:
+        """Returns the dependence of a constant: one that differs between devices counts as data."""
         return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
+        """Returns the dependence of a result of an equation on the program's arguments."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())
-        # What goes through a collective has met other devices' parts: it is no use of a share
-        # alone.
+        # A value that goes through a collective is joined with other devices' parts, so its
+        # dependence is no longer in a way without a collective.
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone
             joined = Reach(joined.at_all)
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
-        # What is the same on all devices holds no device's own share, such as the condition by
-        # which `cpu.sequence_after` waits.
+        # A value that is the same on all devices, such as the condition of `cpu.sequence_after`,
+        # cannot hold one device's share alone.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the fact about a result of these operands, each of which meets the data of the
-        others."""
+        """Returns the dependence of a result in which each operand meets the data of the others."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
@@ -331,14 +357,15 @@ class _Ways(FollowingAlong):
 
 
 def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """Returns the first `count` values, and the others."""
     return values[:count], values[count:]
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns how many of a scan's operands are constants and carries; the rest it slices, one dim
-    off each.
+    """Returns the number of constants and the number of carries among a scan's operands.
 
-    The names of these numbers differ between JAX 0.10 and 0.12; the ranks say it in both.
+    The other operands are sliced along their first dim, one slice for each trip. JAX 0.10 and 0.12
+    have different names for these numbers, so they are found by ranks: a slice has one dim fewer.
     """
     body = inner(eqn)[0]
 
@@ -353,7 +380,7 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def types(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the types of operands or results: each has a `dtype`, a `shape` and a `size`."""
+    """Returns the types of operands or results; a type has a `dtype`, a `shape` and a `size`."""
     return [atom.aval for atom in atoms]
 
 
@@ -369,8 +396,7 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line outside JAX that made an equation, "clipping.py:77"; "" if
-    unknown."""
+    """Returns the innermost line outside JAX that made an equation, "clipping.py:77", or ""."""
     for frame in frames(eqn):
         name = frame.file_name
         if name.endswith(".py") and not name.startswith(_BELOW):
@@ -384,10 +410,10 @@ def is_float(aval: Any) -> bool:
 
 
 def counted_scope(name: str, *, runs: int, rounds: int) -> str:
-    """Returns a name for the `jax.named_scope` of a loop of one trip or of none: so many trips in
-    so many rounds of the loop around it.
+    """Returns a name for the `jax.named_scope` of a loop that runs once or not at all.
 
-    A table says in which rounds, so the compiler does not know the number. Readers of the compiled
-    program find it in this name.
+    It runs in `runs` of the `rounds` of the loop around it. A table says in which rounds, so the
+    compiler does not know the number. Code that reads the compiled program finds the number in this
+    name.
     """
     return f"{name}.{runs}_of_{rounds}"

@@ -1,8 +1,8 @@
-"""A mesh of named axes, trees placed on it, and the one wrapper of `jax.shard_map`.
+"""A mesh of named axes, trees placed on the mesh, and the only wrapper of `jax.shard_map`.
 
-All axes are Auto outside and manual inside: `spmd` hands a function the local block of every array,
-and the function names the axes that it communicates over. The check of replication types is always
-on. A mesh of `jax.make_mesh`, whose axes are Explicit, does too.
+All axes are Auto outside `spmd` and manual inside. `spmd` gives a function the local block of every
+array, and the function names the axes along which it communicates. The check of replication types
+is always on. A mesh of `jax.make_mesh`, whose axes are Explicit, may be used too.
 """
 
 import math
@@ -33,16 +33,16 @@ Tree = TypeVar("Tree", bound=PyTree)
 def make(*, devices: Sequence[Device] | None, **sizes: int) -> Mesh: ...
 @overload
 def make(**sizes: int) -> Mesh: ...
-# The second form is for `make(**layout.axes)`: a type checker would take each of its numbers for
-# `devices` too.
+# The second form is for `make(**layout.axes)`: without it, a type checker would read each size as a
+# possible value of `devices`.
 def make(  # pyright: ignore[reportInconsistentOverload]
     *, devices: Sequence[Device] | None = None, **sizes: int
 ) -> Mesh:
     """Returns a mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
-    TPUs are laid so that a ring along an axis goes over single links of the torus where it can.
-    Devices of several slices are taken slice by slice, so that the first axes cross the network
-    between slices; the last stay inside a slice or a machine.
+    TPUs are laid so that, if possible, each hop of a ring along an axis crosses one link of the
+    torus. Devices of several slices are taken slice by slice, so that the first axes cross the
+    network between slices; the last stay inside a slice or a machine.
 
     Args:
         devices: the devices to use; all of them by default.
@@ -64,13 +64,13 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     types = (AxisType.Auto,) * len(sizes)
     from parallax import torus  # only a mesh of real devices needs it
 
-    # Auto axes: on the Explicit ones of `jax.make_mesh`, `shard_map` refuses inputs that are laid
-    # out otherwise.
+    # The axes are Auto: with Explicit axes, `shard_map` refuses inputs that are laid out
+    # differently.
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def abstract(**sizes: int) -> AbstractMesh:
-    """Returns a mesh of devices that need not exist, to trace a step over: `abstract(data=256)`.
+    """Returns a mesh without devices, over which a step can be traced: `abstract(data=256)`.
 
     `plan.trace` reads such a step.
 
@@ -88,11 +88,11 @@ def abstract(**sizes: int) -> AbstractMesh:
 
 
 def _check_not_cached(devices: Sequence[Device]) -> None:
-    """Refuses CPU devices whose programs may come from JAX's compilation cache.
+    """Raises `ValueError` for CPU devices whose programs may come from JAX's compilation cache.
 
-    A CPU program that was loaded from it runs its collectives in an order that differs between
-    devices. Attention round a ring of four then hangs, or returns wrong numbers from the fifth call
-    on: seen on JAX 0.10.2 and 0.12.
+    A CPU program that is loaded from the cache runs its collectives in an order that differs
+    between devices. Attention round a ring of four then hangs, or returns wrong numbers from the
+    fifth call on. This was seen with JAX 0.10.2 and 0.12.
     """
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
@@ -106,7 +106,12 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
 
 
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
+    """Returns the error for sizes that do not multiply to the number of devices, with cures.
+
+    `asked` are the sizes in words.
+    """
     product = math.prod(sizes.values())
+    # Changes of one axis with which the product is the number of devices.
     fitting = [
         f"{name}={devices // (product // size)}"
         for name, size in sizes.items()
@@ -128,35 +133,37 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
 def spmd(
     f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Returns `f` run once on every device, on its block of each argument: `jax.shard_map` for
-    Equinox trees, `check_vma=True`.
+    """Returns `f` run once on every device, on the device's block of each argument.
 
-    Leaves that are not arrays (activation functions, Python numbers) reach `f` and leave it as they
-    are. Wrap the result in `eqx.filter_jit`, or, where all leaves are arrays, in `jax.jit`, which
-    makes arrays of Python numbers; or call it inside a jitted program, on some of its arrays. Each
-    argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
-    `jax.set_mesh` their axes have the types (Auto or Explicit) of its mesh.
+    It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
+    (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the result in
+    `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too; it turns Python numbers into
+    arrays. The result may also be called inside a jitted program. Each argument is first laid out
+    as its spec says, wherever it was. Results lie on `mesh`; under `jax.set_mesh`, their axes have
+    the types (Auto or Explicit) of that mesh.
 
     Args:
-        f: a function of local blocks; it names the axes it works on.
-        in_specs: a tuple with, for each argument, a tree prefix of `PartitionSpec`s (as
-            `rules.specs` makes).
-        out_specs: a tree prefix of what `f` returns.
+        f: a function of local blocks; it names the axes along which it communicates.
+        mesh: the mesh.
+        in_specs: a tuple with a tree prefix of `PartitionSpec`s for each argument, such as
+            `rules.specs` returns.
+        out_specs: a tree prefix of `PartitionSpec`s for the result of `f`.
 
     Raises:
-        ValueError: a spec names an axis that the mesh lacks or one axis twice, is longer than its
-            array's rank, or splits a dim that does not divide; or there is an array where the specs
-            have None: the message names the leaf. Or the call stands inside another `spmd` or
-            `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or some axes are Auto
+        ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
+            than its array's rank, or splits a dim that does not divide; or an array has the spec
+            None. The message names the leaf. Also if the call is inside another `spmd` or
+            `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or if some axes are Auto
             and others Explicit.
     """
 
     def mapped(*arguments):
-        over = _in_context(mesh)
+        """Returns the result of `f`, as global arrays on the mesh."""
+        typed_mesh = _in_context(mesh)
         arrays, static_in = eqx.partition(arguments, is_array)
-        check_specs(arrays, in_specs, over)
-        arrays = _laid_out(arrays, in_specs, over)
-        # A function or a number cannot be a result of `shard_map`, so it leaves by a list.
+        check_specs(arrays, in_specs, typed_mesh)
+        arrays = _laid_out(arrays, in_specs, typed_mesh)
+        # A function or a number cannot be a result of `shard_map`, so it is returned by this list.
         static_out = []
 
         def body(*arrays):
@@ -166,7 +173,7 @@ def spmd(
 
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
-                body, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=True
+                body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
             )(*arrays)
         return eqx.combine(result, static_out[-1])
 
@@ -174,10 +181,13 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """Returns the axes over which one spec of `specs`, a tree prefix, splits the first dim of
-    leaves with unequal first dims."""
+    """Returns the axes that split unequal numbers of rows by the same spec.
+
+    `specs` is a tree prefix: one spec may hold for several leaves, whose first dims may differ.
+    """
 
     def axes(spec, leaves):
+        """Returns the axes of the first dim, if the leaves of this spec have unequal first dims."""
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
 
@@ -187,7 +197,7 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 def _in_context(mesh: AnyMesh) -> AnyMesh:
     """Returns `mesh` with the axis types that `jax.set_mesh` gave it."""
     context = jax.sharding.get_abstract_mesh()
-    # JAX would map over the remaining axes alone, of which there are none.
+    # Inside a map, JAX would map over the other axes only, and there are none.
     if context.manual_axes:
         names = ", ".join(map(repr, context.manual_axes))
         raise ValueError(
@@ -214,14 +224,14 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
 
 
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
-    """Returns `arrays` as `specs` say, where Explicit axes are part of their types; `shard_map`
-    does so itself on Auto axes alone.
+    """Returns `arrays` laid out as `specs` say, if the mesh or an array has Explicit axes.
 
-    On Explicit axes it refuses other layouts, and JAX 0.12 fails to lower an array of an Explicit
-    mesh on an Auto one.
+    On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes it refuses
+    arrays with another layout. JAX 0.12 cannot lower an array of an Explicit mesh on an Auto mesh.
     """
 
     def leaf(array, spec):
+        """Returns one array with the layout of its spec."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
@@ -232,8 +242,9 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
-    """Returns `tree` with every array on the devices of `mesh`, split as `specs` (a tree prefix)
-    says; other leaves as they are.
+    """Returns `tree` with every array on the devices of `mesh`, split as `specs` says.
+
+    `specs` is a tree prefix. Leaves that are no arrays stay as they are.
 
     Raises:
         ValueError: as `spmd` does.
@@ -244,11 +255,11 @@ def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
 
 
 class Moved(NamedTuple):
-    """What `move` made.
+    """The result of `move`.
 
     Attributes:
-        tree: on the new devices.
-        bytes: that these did not have before, summed over them.
+        tree: the tree on the new devices.
+        bytes: the bytes that the new devices did not have before, summed over devices.
     """
 
     tree: Any
@@ -256,13 +267,13 @@ class Moved(NamedTuple):
 
 
 def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
-    """Returns `tree`, whose arrays live on any devices of this process, on those of `mesh`, split
-    as `specs` (a tree prefix) says.
+    """Returns `tree` on the devices of `mesh`, split as `specs` (a tree prefix) says.
 
-    It takes a model from one layout to another, of other axes or another number of devices, such as
-    from training to generation, without a disk. Every number keeps its bits, and the arrays that
-    were there stay as they are. What a device has already of its new part does not count among the
-    bytes; all of a NumPy array does.
+    The arrays may be on any devices of this process. `move` changes the layout of a model without a
+    disk, for example from training to generation: the axes and the number of devices may differ.
+    All values stay the same, to the bit, and the given arrays remain valid. The part that a device
+    has already is not counted among the moved bytes. A NumPy array is on no device, so all its
+    bytes count.
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
@@ -292,36 +303,41 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
             "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a "
             "checkpoint."
         )
-    # NumPy's arrays lie on no device, so all their bytes travel.
-    had = leaf.sharding.devices_indices_map(leaf.shape) if isinstance(leaf, jax.Array) else {}
+    # A NumPy array lies on no device, so all its bytes are sent.
+    old_places = (
+        leaf.sharding.devices_indices_map(leaf.shape) if isinstance(leaf, jax.Array) else {}
+    )
 
     def volume(box):
+        """Returns the number of elements in a box, a list of (start, stop) for each dim."""
         return math.prod(stop - start for start, stop in box)
 
     missing = 0
     for device, place in sharding.devices_indices_map(leaf.shape).items():
         needed = _box(place, leaf.shape)
         missing += volume(needed)
-        if device in had:
-            pairs = zip(needed, _box(had[device], leaf.shape), strict=True)
-            # What the old and the new block share, dim by dim; an empty overlap counts nothing.
+        if device in old_places:
+            pairs = zip(needed, _box(old_places[device], leaf.shape), strict=True)
+            # The overlap of the new block [a, b) and the old block [c, d), dim by dim. If they do
+            # not overlap, the stop is moved up to the start, so that the size is 0.
             missing -= volume([(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in pairs])
     return missing * leaf.dtype.itemsize
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns where an index begins and ends in each dim."""
+    """Returns the box of an index of slices: (start, stop) for each dim."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
 def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
-    """Refuses with a `ValueError` any spec that does not fit its leaf of `tree` on `mesh`; `specs`
-    is a tree prefix.
+    """Raises `ValueError` if a spec does not fit its leaf of `tree` on `mesh`.
+
+    `specs` is a tree prefix.
     """
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
-        # The most common mistake first: a number that `jax.jit` made an array.
+        # The most common mistake is checked first: a number that `jax.jit` turned into an array.
         _check_none(specs, tree)
         raise ValueError(
             "The specs must have the structure of the arguments, or of a prefix of it: one "
@@ -335,7 +351,8 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Refuses an array where the specs have None, as they do for a leaf that is none."""
+    """Raises `ValueError` for an array whose spec is None, which stands for a leaf that is no
+    array."""
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -350,11 +367,12 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
 
 
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
-    """Refuses with a `ValueError` a `spec` that does not fit one array; `rule` says in the message
-    where the spec is from.
+    """Raises `ValueError` if `spec` does not fit the array `leaf`.
+
+    The message names `path`, and `rule`, which gave the spec, if it is given.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
-    # JAX refuses these too, with the numbers of dims and no path.
+    # JAX refuses these too, but its message does not name the leaf.
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:

@@ -1,12 +1,13 @@
-"""Which floating-point type a number is kept in: weights wide, products narrow, sums wide.
+"""Mixed precision: weights in float32, matrix products in 16 bits, sums in float32.
 
-In mixed precision the parameters and the optimizer's state stay in float32, `mixed` runs the model
-in bfloat16 or float16, and whatever is added up (gradients over microbatches and devices, norms,
-softmax, the loss) is added in `wide` types.
+The parameters and the optimizer's state stay in float32. `mixed` runs the model in bfloat16 or
+float16. Sums (gradients over microbatches and devices, norms, softmax, the loss) are computed in
+wide types: float32 or wider.
 
-float16 ends at 65,504 and loses what is below 6e-8, so there the loss is multiplied by a number
-before it is differentiated. `Scale` is that number and its history, part of a step's state: it
-falls when a gradient overflows, and that step is skipped; it rises when none has for a while.
+float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
+is multiplied by a number, the loss scale, before it is differentiated. `Scale` is that number and
+its history, part of a step's state. The scale falls when a gradient overflows, and that step is
+skipped; it rises when no gradient has overflowed for a while.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
@@ -34,25 +35,29 @@ from parallax.grads.norms import refuse_clipped
 from parallax.grads.results import map_loss_and_aux, matching_parameters
 
 Tree = TypeVar("Tree", bound=PyTree)
-LEAST = 1.0  # the smallest loss scale: a step that overflows at this one is no matter of scale
+# The smallest loss scale: a gradient that overflows at 1 would overflow without a scale too.
+LEAST = 1.0
 
 
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
-    """Returns `tree` with its arrays of real floating-point numbers in `dtype`; all else as it
-    is."""
+    """Returns `tree` with its real floating-point arrays in `dtype`; other leaves stay."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_float(leaf) else leaf, tree)
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Returns `grad` computed in `dtype`, with gradients in the types of the parameters: mixed
-    precision.
+    """Returns `grad` computed on parameters in `dtype`, with gradients in the parameters' own
+    types.
 
-    The parameters are cast once a call: stand outside `grads.accumulated` and
-    `pipeline.value_and_grad`, whose sums are `wide` to the end, and inside `grads.averaged`, which
-    then reduces wide gradients. The loss is `wide` too.
+    Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
+    cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
+    which then reduces wide gradients. The loss is wide too; auxiliary values stay as they are.
+
+    The batch is not cast. A float32 input would promote the products to float32, so cast such an
+    input where the model reads it, as in `x.astype(weight.dtype)`.
     """
 
     def wrapped(params, batch):
+        """Returns `(value, gradients)` as `grad` does."""
         value, gradients = grad(cast(params, dtype), batch)
         value = map_loss_and_aux(
             value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
@@ -65,14 +70,13 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `loss` times `scale`, to be differentiated: a loss function, or the head of a
-    pipeline.
+    """Returns a loss function, or the head of a pipeline, whose loss is multiplied by `scale`.
 
     Auxiliary values stay as they are.
     """
 
-    # A float16 loss times 2^15 would overflow.
     def scaled_loss(value):
+        # In float16 a loss times 2^15 would overflow.
         dtype = accumulation_dtype(value.dtype)
         return value.astype(dtype) * scale.astype(dtype)
 
@@ -83,17 +87,17 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `grad` of a `scaled` loss, with loss and gradients divided by `scale`, in float32 or
-    wider.
+    """Returns `grad` of a `scaled` loss, with its loss and its gradients divided by `scale`.
 
-    Use it inside a function that looks at the size of gradients, such as `grads.clipped`.
+    Both are float32 or wider. Use `unscaled` inside a function that compares the size of gradients
+    with a bound, such as `grads.clipped`.
 
     Raises:
         ValueError: `grad` is `grads.clipped`.
     """
 
     def divided(leaf):
-        # In float16 a small gradient over a scale of 2^15 would be 0.
+        # In float16 a small gradient divided by a scale of 2^15 would become 0.
         dtype = accumulation_dtype(leaf.dtype)
         return leaf.astype(dtype) / scale.astype(dtype)
 
@@ -107,15 +111,15 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 class Scale(eqx.Module):
-    """What a float16 loss is multiplied by, and what became of the steps so far: scalars.
+    """The loss scale for float16, with counts of the steps so far. All three are scalars.
 
     Args:
-        value: to begin with.
+        value: the first loss scale.
 
     Attributes:
-        value: the number, in float32.
-        good: steps without an overflow since the value last changed, in int32.
-        skipped: steps with one, since the beginning, in int32.
+        value: the number by which the loss is multiplied, in float32.
+        good: the steps without an overflow since the value last changed, in int32.
+        skipped: the steps with an overflow, since the beginning, in int32.
     """
 
     value: Float[Array, ""]
@@ -132,8 +136,8 @@ class ScaledGrad:
     """A gradient function for `step.make` that depends on the loss scale, as float16 needs.
 
     Args:
-        grad_of: from the scale, a scalar, to the gradient function, whose gradients are `unscaled`.
-            It is given None where the state of the step has no scale.
+        grad_of: takes the scale, a scalar, and returns the gradient function, whose gradients are
+            `unscaled`. If the state of the step has no scale, `grad_of` is called with None.
     """
 
     grad_of: Callable[[Any], Callable[..., Any]]
@@ -142,39 +146,38 @@ class ScaledGrad:
 def adjusted(
     scale: Scale, finite: Bool[Array, ""], *, interval: int = 2000, factor: float = 2.0
 ) -> Scale:
-    """Returns the `Scale` of the next step: over `factor` after an overflow, times it after
-    `interval` steps without one.
+    """Returns the `Scale` of the next step.
 
-    It stays between `LEAST` and 2^24: gradients that need more are lost in float32 sums as well,
-    and the scale itself is finite.
+    After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
+    it is multiplied by `factor`. It stays between `LEAST` and 2^24, so it is always finite;
+    gradients that need a greater scale are lost in float32 sums anyway.
 
     Args:
-        scale: this step's.
-        finite: whether this step's gradients all were: the same on all devices, as
-            `jnp.isfinite(grads.norm(gradients))` is.
-        interval: steps without an overflow before the scale is raised.
-        factor: a power of two, so that scaling rounds nothing.
+        scale: the `Scale` of this step.
+        finite: whether all gradients of this step were finite. It must be the same on all devices,
+            as `jnp.isfinite(grads.norm(gradients))` is.
+        interval: the steps without an overflow before the scale is raised.
+        factor: a power of two: it changes only the exponent of a number, so that scaling and
+            unscaling round nothing.
     """
-    # Powers of two change the exponent alone, so that scaling and unscaling round nothing.
     good = jnp.where(finite, scale.good + 1, 0)
     grown = good >= interval
-    value = jnp.where(
-        finite, jnp.where(grown, scale.value * factor, scale.value), scale.value / factor
-    )
-    after = (
+    value_if_finite = jnp.where(grown, scale.value * factor, scale.value)
+    value = jnp.where(finite, value_if_finite, scale.value / factor)
+    new_fields = (
         jnp.clip(value, LEAST, 2.0**24),
         jnp.where(grown, 0, good),
         scale.skipped + (~finite).astype(jnp.int32),
     )
-    return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, after)
+    return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, new_fields)
 
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """Returns `new` where the step's gradients were finite, else `old`, leaf by leaf: a skipped
-    step."""
+    """Returns the tree `new` if the step's gradients were finite, else `old`: a skipped step."""
 
     def chosen(new_leaf, old_leaf):
-        # `where` and no `cond`: a branch would hold both trees, and could not update in place.
+        # `where`, not `cond`: a branch would keep both trees in memory and prevent updates in
+        # place.
         return jnp.where(finite, new_leaf, old_leaf) if trees.is_array(new_leaf) else new_leaf
 
     return jax.tree.map(chosen, new, old)

@@ -1,16 +1,16 @@
 """Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
-Each function takes a block of layers and returns one that computes the same, as in
-`gpt2.loss(..., remat=remat.products)`. Per block of B x T tokens, width D, H heads:
+Each function takes a block of layers and returns a block that computes the same results, as in
+`gpt2.loss(..., remat=remat.products)`. For a block of B x T tokens, width D and H heads:
 
     none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but the results gathered over devices; the gathers run twice
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is that of `jax.checkpoint`; see `in_a_loop`.
+`prevent_cse` is the option of `jax.checkpoint`; see `in_a_loop`.
 
-To compute attention alone again, wrap the attention function: `attend=jax.checkpoint(attend)`.
+To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`.
 
 Sources: Chen et al., Training deep nets with sublinear memory cost (arXiv 1604.06174); Korthikanti
 et al., Reducing activation recomputation in large transformer models (arXiv 2205.05198), section 5,
@@ -25,19 +25,18 @@ import jax
 
 from parallax.collectives.types import linear_p
 
-GATHERED = (
-    "gathered"  # the name that `sequence.gather_from` and `zero.gathered` give to what they gather
-)
+# The name that `sequence.gather_from` and `zero.gathered` give to their results
+GATHERED = "gathered"
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `remat`, one of these functions, without `jax.checkpoint`'s barrier round what is
-    kept: for a block that a loop runs.
+    """Returns `remat`, one of these functions, for a block that runs in a loop.
 
-    The barrier stops XLA from taking from the forward pass what the backward pass computes again.
-    It cannot where each has a loop of its own. And behind the barrier an accelerator copies what is
-    kept out of the loop's stacks, instead of reading it where it is used. Another function stays as
-    it is.
+    `jax.checkpoint` puts a barrier around the kept results. Without it, XLA would reuse results of
+    the forward pass instead of recomputing them. If the forward and the backward pass are separate
+    loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an accelerator
+    would copy the kept results out of the loop's stacks before their use. A function from elsewhere
+    is returned unchanged.
     """
     return (
         functools.partial(remat, prevent_cse=False)
@@ -58,20 +57,18 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
     """
 
     def is_saveable(primitive, *_, **params):
-        # JAX's own policies by name know `checkpoint_name` alone, and not the name of a primitive
-        # of ours.
+        # JAX's policies by name know only `checkpoint_name`, not the name in our primitive.
         return not (primitive is linear_p and params["name"] == GATHERED)
 
     return jax.checkpoint(block, policy=is_saveable, prevent_cse=prevent_cse)
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block`, of which the products with weights are kept, and the rest is computed
-    again."""
+    """Returns `block`, which keeps the products with weights and recomputes the rest."""
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
 
 
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block`, of which its input alone is kept."""
+    """Returns `block`, which keeps only its input and recomputes everything."""
     return jax.checkpoint(block, prevent_cse=prevent_cse)

@@ -1,15 +1,16 @@
-"""Sequence parallelism: between the layers that the devices of an axis share, each has the residual
-stream of its own tokens.
+"""Sequence parallelism: between the split layers, each device has some tokens of the residual
+stream.
 
-Legend: B batch, T tokens, D width, X the tensor axis, t its size. An all-reduce is a reduce-scatter
-and an all-gather; here they stand apart, and what lies between them (residual stream, norms,
-dropout) is computed and kept for T/t tokens on each device, not for all T on all. `gather_from`
-gathers the tokens before a column-parallel layer, `reduce_scatter_to` sums and scatters them after
-a row-parallel one; each is the other's transpose, and together they move as much as Megatron's
-pair.
+Legend: B batch, T tokens, D width, X the tensor axis, t its size.
 
-What is the same on all devices (norms, biases, positions) now sees some tokens on each, so its
-gradients are parts of a sum: wrap the gradient function in `grads.summed`.
+An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
+computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
+instead of for all T tokens on every device. `gather_from` gathers the tokens before a
+column-parallel layer. `reduce_scatter_to` sums and scatters them after a row-parallel layer. Each
+is the other's transpose, and together they send as many bytes as Megatron's pair.
+
+Parameters that are the same on all devices (norms, biases, positions) are now used for some tokens
+on each device. So their gradients are terms of a sum: wrap the gradient function in `grads.summed`.
 
 Source: Korthikanti et al., Reducing activation recomputation in large transformer models (arXiv
 2205.05198), section 4.2.
@@ -32,12 +33,11 @@ from parallax.tensor import Comms
 def gather_from(
     x: Float[Array, "batch tokens_shard width"], axis: AxisLike
 ) -> Float[Array, "batch tokens width"]:
-    """Returns `A[B, T_X, D] -> A[B, T, D]`: (t - 1)/t of the result's bytes a device.
+    """Returns the tokens of all devices: `A[B, T_X, D] -> A[B, T, D]`.
 
-    Its transpose is `reduce_scatter_to`.
-
-    The result bears the name that `remat.gathers` looks for, to be gathered again in the backward
-    pass instead of kept.
+    A device sends (t - 1)/t of the result's bytes. The transpose is `reduce_scatter_to`. The result
+    has the name that `remat.gathers` looks for, so that the backward pass can gather the tokens
+    again instead of keeping them.
     """
     axis = Axis.of(axis)
 
@@ -53,9 +53,9 @@ def gather_from(
 def reduce_scatter_to(
     x: Float[Array, "batch tokens width"], axis: AxisLike
 ) -> Float[Array, "batch tokens_shard width"]:
-    """Returns `A[B, T, D] {U_X} -> A[B, T_X, D]`: (t - 1)/t of the bytes of `x` a device.
+    """Returns this device's tokens of the sum over devices: `A[B, T, D] {U_X} -> A[B, T_X, D]`.
 
-    Its transpose is `gather_from`.
+    A device sends (t - 1)/t of the bytes of `x`. The transpose is `gather_from`.
 
     Raises:
         ValueError: the tokens do not divide by the devices.
@@ -76,15 +76,14 @@ def column(
     """Returns a column-parallel layer:
     `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
-    It takes what `tensor.column` takes; with `collectives.matmul.all_gather_matmul` it multiplies
-    while the tokens travel.
+    The arguments are those of `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
+    multiplies while the tokens travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
-    # The function is passed and not chosen here, so that whoever does not overlap need not import
-    # it.
+    # The caller passes the function, so that there is no flag for it here.
     if all_gather_matmul is None:
         y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
     else:
@@ -103,8 +102,8 @@ def row(
     """Returns a row-parallel layer:
     `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
 
-    It takes what `tensor.row` takes; with `collectives.matmul.matmul_reduce_scatter` it multiplies
-    while the sums travel.
+    The arguments are those of `tensor.row`. With `collectives.matmul.matmul_reduce_scatter` a
+    device multiplies while the partial sums travel.
 
     Raises:
         ValueError: the tokens do not divide by the devices, or the weight does not take the inputs
@@ -113,7 +112,7 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
-    # The sums have no name for `remat`: to compute them again would take the products too.
+    # The sums have no name for `remat`: to recompute them would recompute the products too.
     if matmul_reduce_scatter is None:
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
@@ -122,17 +121,15 @@ def row(
 
 
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
-    """Returns `A[T] -> A[T_X]`: what of `x` belongs to this device's tokens, which are its dim
-    `dim`.
+    """Returns this device's share of `x` along its dim of tokens, `dim`: `A[T] -> A[T_X]`.
 
-    Nothing moves.
+    All devices have `x` whole, so nothing is sent.
 
     Raises:
         ValueError: that dim does not divide by the devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[dim], axis)
-    # All devices have `x` whole, so each cuts its own tokens from it and nothing is sent.
     share = x.shape[dim] // axis.size()
     return lax.dynamic_slice_in_dim(x, axis.index() * share, share, dim)
 
@@ -144,25 +141,26 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """Returns the residual stream's tokens split over `axis`.
+    """Returns the communication of layers whose residual stream has its tokens split over `axis`.
 
-    Over the axes `shared`, `all_tokens` and `sum_partials` are Megatron's pair.
+    Over the axes `shared`, which share the vocabulary, `all_tokens` and `sum_partials` are
+    Megatron's pair.
 
-    By default each layer gathers and then multiplies, or multiplies and then scatters; with the
-    functions of `collectives.matmul`, both at once, hop by hop. What is joined raises as
-    `reduce_scatter_to` and `local_tokens` do.
+    By default each layer gathers and then multiplies, or multiplies and then scatters. With the
+    functions of `collectives.matmul`, it does both at the same time, hop by hop. The functions
+    raise the errors of `reduce_scatter_to` and `local_tokens`.
     """
     axis = Axis.of(axis)
 
-    # The axes `shared` use the head's tokens in different ways. Between `copy_to` and the gather,
-    # their all-reduces are of T/t tokens.
     def all_tokens(x):
+        # `copy_to` is before the gather, so that its all-reduce backward has only T/t tokens.
         return gather_from(tensor.copy_to(x, shared), axis)
 
     def sum_partials(x):
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
+        """Returns the rows of all tokens, declared the same on all devices, without a gradient."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -174,7 +172,7 @@ def comms(
         column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter),
         local_tokens=lambda x, dim: local_tokens(x, axis, dim),
-        # Its gradient is one of the parts that `grads.summed` adds up.
+        # The gradients of these weights are terms of a sum, which `grads.summed` adds.
         copy_to=lambda weight: varying(weight, axis.names),
         token_shards=axis.size(),
         over_tokens=axis,
@@ -183,11 +181,10 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns `comms` whose layers multiply while the tokens travel: `collectives.matmul`, which
-    sends to both neighbours at once.
+    """Returns `comms` whose layers multiply while the tokens travel, by `collectives.matmul`.
 
-    Along the layers the tokens are moved by its hops, whatever the algorithm of `axis`; around
-    them, by `axis` itself.
+    That sends to both neighbours at the same time. In the layers it replaces the algorithm of
+    `axis`, which is used only outside them.
     """
     return comms(
         axis,
@@ -198,6 +195,7 @@ def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
 
 def _check(tokens: int, axis: Axis) -> None:
+    """Raises `ValueError` unless the tokens divide by the devices of the axis."""
     devices = axis.size()
     if tokens % devices:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""A device's shard of a leaf, and the way from it to the whole leaf and back.
+"""A device's shard of a leaf: functions from the shard to the whole leaf, and back.
 
-Which dims of a leaf are split, and over which axes, is a list of `Split`s; an empty list is a leaf
-that is whole.
+A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
+empty list.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ class Split(NamedTuple):
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
-    """Returns the dims of the leaf at `path` that `axis` splits, each with those of the axes that
-    do.
+    """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
+
+    `axis` may be several axes.
 
     Raises:
         ValueError: a dim is split over `axis` and, inside that, over another axis.
@@ -34,8 +35,8 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
     for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
         names = trees.entry_axes(entry)
         inside = tuple(name for name in names if name in types.axes(axis.names))
-        # In a tuple of names the last is innermost. Blocks of an outer axis that were gathered
-        # alone would be put together in another order than they lie in the array.
+        # In a tuple of names the last is innermost. If only an outer axis were gathered, its blocks
+        # would be joined in another order than in the array.
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
@@ -72,9 +73,9 @@ def gather(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns the sum over devices, of which each keeps its shard: `A[I] {U_X} -> A[I_X]`.
+    """Returns this device's shard of the sum over devices: `A[I] {U_X} -> A[I_X]`.
 
-    The sum is taken, and returned, in float32 or wider; without splits, `x` comes back as it is.
+    The sum is computed and returned in float32 or wider. Without splits, `x` is returned unchanged.
     """
     for dim, axis in splits:
         x = axis.reduce_scatter(
@@ -84,9 +85,11 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def runs_over(axis: Axis) -> bool:
-    """Returns whether this code runs inside a map over `axis`, on blocks, and not outside, on
-    global arrays."""
-    # JAX has no public question for it: an axis that is not bound raises NameError.
+    """Returns whether this code runs inside a map over `axis`, on blocks.
+
+    Outside a map it works on global arrays.
+    """
+    # JAX has no public function for this, but an axis that is not mapped over raises NameError.
     try:
         lax.axis_size(axis.names)
     except NameError:

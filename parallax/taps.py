@@ -1,10 +1,9 @@
-"""Marks in a model: `tap` names a value, and while a record is made, each device reports that value
-and its cotangent.
+"""Marks in a model: `tap` names a value, so that each device can report it and its cotangent.
 
-While no record is made, `tap` returns its argument, and nothing of it is in the program. While one
-is made, it is an identity whose lowering calls back to Python. Its transpose is another identity,
-which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map` and in
-pipelines, and code that reads programs sees no effect.
+While no record is made, `tap` returns its argument and adds nothing to the program. While a record
+is made, `tap` is an identity whose lowering calls back to Python. Its transpose is another
+identity, which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map`
+and in pipelines, and code that reads programs sees no effect.
 """
 
 import contextlib
@@ -26,21 +25,24 @@ from parallax._typing import PyTree
 from parallax.collectives.types import varying_axes
 from parallax.recording import AT, RECORDER, is_on
 
-BATCH = "batch"  # in a spec: the axes and microbatches among which the rows of the batch are split
+# In a spec: all that splits the rows of the batch, which is the data axis and microbatches.
+BATCH = "batch"
 WHOLE = P()
+# The way of a tap. LINEAR is the tap of a tangent: it reports nothing, and its transpose is the tap
+# of the cotangent, BACKWARD. AFTER is for values that follow the backward pass.
 FORWARD, LINEAR, BACKWARD, AFTER = "forward", "linear", "backward", "after"
 
 
 class Mark(NamedTuple):
-    """What is known of a tap when the program is traced.
+    """The facts about a tap that are known when the program is traced.
 
     Attributes:
-        path: its name; "*" stands for the layer.
-        dims: for each dim the axes that split it.
-        terms: the axes over which the value is a sum that was not taken.
+        path: the name of the tap; "*" stands for the layer.
+        dims: for each dim, the axes that split it.
+        terms: the axes along which each device has a term of a sum that was not taken yet.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
-        placed: the dims whose places in the whole array are reported.
+        placed: the dims for which a report says where their elements are in the whole array.
     """
 
     path: str
@@ -52,16 +54,17 @@ class Mark(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one device reports at one tap.
+    """A value that one device reports at one tap.
 
     Attributes:
-        mark: of the tap.
-        way: `forward`, `backward` for the cotangent, or `after` for what follows the backward pass.
+        mark: the mark of the tap.
+        way: `forward`; `backward` for a cotangent; `after` for a value that follows the backward
+            pass.
         device: the device's place along each axis of the mark's `sizes`.
-        microbatch: its number; below 0: the device had no job.
-        layer: likewise; below 0: the value is of no layer.
-        value: of the device.
-        places: of each dim in the mark's `placed`.
+        microbatch: the number of the microbatch; -1 if the device had no job.
+        layer: the number of the layer; -1 if the value belongs to no layer.
+        value: the device's block of the value.
+        places: for each dim in the mark's `placed`, where its elements are in the whole array.
     """
 
     mark: Mark
@@ -74,12 +77,12 @@ class Report(NamedTuple):
 
 
 class Recorder:
-    """What taps report to.
+    """The object to which taps report.
 
     Attributes:
-        paths: of the taps, in the order in which they were first traced.
-        marks: of the taps, as they were first traced.
-        reports: of all devices, in any order.
+        paths: the number of each path, in the order in which the taps were first traced.
+        marks: the mark of each path, as it was first traced.
+        reports: the reports of all devices, in any order.
     """
 
     def __init__(self):
@@ -90,7 +93,10 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Programs that are traced inside report their taps to the recorder."""
+    """Makes taps report to the recorder that it yields, in programs that are traced inside.
+
+    A program that `jax.jit` traced before is not traced again, and reports nothing.
+    """
     recorder = Recorder()
     token = RECORDER.set(recorder)
     try:
@@ -106,26 +112,26 @@ def tap(
     *,
     places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """Returns `x`. While a record is made, it and its cotangent are reported as `path`; otherwise
-    this costs nothing.
+    """Returns `x`. While a record is made, `x` and its cotangent are reported as `path`.
+
+    Otherwise a tap costs nothing.
 
     Args:
         x: a value of the model: on each device, its block.
-        path: the name, such as "blocks.3.attention.out". A "*" in it stands for the layer that `at`
-            says.
+        path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
+            that `at` gives.
         spec: how the whole value is split. "batch" stands for all that splits the rows of the
-            batch: the data axis, and microbatches. `P(unreduced={"tensor"})` says that the devices
-            of that axis have terms of a sum, and `P(unreduced={"batch"})` that the value is one of
-            those whose mean over the batch is meant, as a loss is. Along other axes all devices
-            have the same.
-        places: for a dim that is not split in equal blocks in order, where each of its elements is
-            in the whole.
+            batch: the data axis, and microbatches. `P(unreduced={"tensor"})` says that each device
+            of that axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the
+            batch has its own value, and that the whole value is their mean, as for a loss. Along
+            other axes all devices have the same value.
+        places: for each dim that is not split into equal blocks in order: the places of its
+            elements in the whole array.
 
     Raises:
-        ValueError: the spec has more dims than `x`, or another value, split otherwise, has this
-            path.
+        ValueError: the spec has more dims than `x`, or a value that is split differently has the
+            same path.
     """
-    # Nothing of a tap is in a program that was traced while no record was made.
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
 
@@ -138,35 +144,41 @@ def tap_tree(
     loops: int = 0,
     way: str = FORWARD,
 ) -> Any:
-    """Returns `tree` with a tap at each array of floating-point numbers, named by `path` and its
-    place in the tree.
+    """Returns `tree` with a tap at each array of floating-point numbers.
+
+    A tap's name is `path` and then the array's path in the tree.
 
     Args:
-        tree: any.
+        tree: any tree.
         path: the first part of the names.
-        specs: a tree like it, which may have more leaves.
-        without: the axes that do not split the arrays any more, since they were gathered over them.
-        loops: how many first dims the specs have and the arrays have not.
-        way: `AFTER` for what follows the backward pass; it has no cotangent.
+        specs: the spec of each array, in a tree like `tree` that may have more leaves.
+        without: the axes over which the arrays were gathered, so that the axes in `specs` no longer
+            split them.
+        loops: the number of first dims that the specs have and the arrays lack, since loops (such
+            as a scan over layers) run over them.
+        way: `AFTER` for values that follow the backward pass, which have no cotangent.
     """
     if not is_on():
         return tree
     specs_by_path = {
-        trees.dotted(place): spec
-        for place, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))
+        trees.dotted(leaf_path): spec
+        for leaf_path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda s: isinstance(s, P))
     }
 
-    def one(place, leaf):
+    def tapped(leaf_path, leaf):
+        """Returns one leaf, tapped if it is an array of floating-point numbers.
+
+        Its spec loses the gathered axes, `without`, and the first dims, which `loops` run over.
+        """
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
-        name = trees.dotted(place)
-        dims = tuple(
-            tuple(axis for axis in _axes(entry) if axis not in without)
-            for entry in specs_by_path.get(name, P()).partitions
-        )
-        return _tap(leaf, f"{path}.{name}" if name else path, P(*dims[loops:]), {}, way)
+        name = trees.dotted(leaf_path)
+        entries = specs_by_path.get(name, P()).partitions
+        dims = [tuple(axis for axis in _axes(entry) if axis not in without) for entry in entries]
+        full_path = f"{path}.{name}" if name else path
+        return _tap(leaf, full_path, P(*dims[loops:]), places={}, way=way)
 
-    return jax.tree.map_with_path(one, tree)
+    return jax.tree.map_with_path(tapped, tree)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -175,6 +187,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
+    """Returns `x`, tapped, and adds its mark to the recorder; the arguments are those of `tap`."""
     recorder = RECORDER.get()
     assert recorder is not None
     if len(spec.partitions) > x.ndim:
@@ -182,12 +195,12 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec, {spec}, more. "
             "Shorten the spec."
         )
-    around = jax.sharding.get_abstract_mesh()
-    manual = set(around.manual_axes)
-    sizes = tuple((name, around.shape[name]) for name in around.axis_names if name in manual)
-    dims = tuple(
-        _axes(entry) for entry in (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    sizes = tuple((name, mesh.shape[name]) for name in mesh.axis_names if name in manual)
+    # A spec may be shorter than the rank of `x`: the last dims are whole.
+    entries = (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
+    dims = tuple(map(_axes, entries))
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
     # The order of tracing is the order in which the model computes.
@@ -199,11 +212,12 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             "Rename one."
         )
     tags = AT.get()
+    # Without tags, a value belongs to microbatch 0 and to no layer.
     numbers = [
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
         for name in ("microbatch", "layer")
     ]
-    # The callback gets no place of its device, so the program tells it.
+    # The callback does not know its device, so the device's place is passed to it.
     device = [lax.axis_index(name) for name, _ in sizes]
     return tap_p.bind(
         x,
@@ -217,7 +231,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
-    """Returns `x`, which is reported; a tap of a tangent waits for its transpose."""
+    """Returns `x` and reports it, unless it is a tangent, whose tap reports nothing."""
     if way != LINEAR:
         _keep(mark, way, recorder, x, *others)
     return x
@@ -226,12 +240,11 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """Returns the same in a compiled program, which calls back to Python.
+    """Returns the lowering of a tap: `x`, and a callback to Python that reports it.
 
-    The callback gets NumPy's arrays and calls nothing of JAX's. `jax.debug.callback` makes JAX's
-    arrays of them first; to read one of those waits for a thread, and where the callbacks of other
-    devices hold all threads, the program stops for good
-    (https://github.com/jax-ml/jax/issues/25861).
+    The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
+    arrays first. To read such an array needs a thread, and if callbacks of other devices occupy all
+    threads, the program hangs forever (https://github.com/jax-ml/jax/issues/25861).
     """
     if way != LINEAR:
         keep = functools.partial(_keep, mark, way, recorder)
@@ -243,6 +256,11 @@ def _lowered(
 
 
 def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tuple[()]:
+    """Adds a report of `x` to the recorder.
+
+    `others` are the operands of `tap_p` after `x`: the device's place along each axis, then the
+    numbers of the microbatch and the layer, then the places of each dim in `mark.placed`.
+    """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]
     places = tuple(map(np.array, others[count + 2 :]))
@@ -254,8 +272,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
+    """Returns the tapped `x` and its tangent, tapped too: the forward derivative of `tap_p`."""
     x, *others = primals
-    # The tangent is a tap too: only so does its transpose stand where the cotangent flows.
+    # The transpose of the tangent's tap is the tap of the cotangent.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):
@@ -263,22 +282,24 @@ def _differentiated(primals, tangents, **params):
     return tap_p.bind(x, *others, **params), tangent
 
 
-def _transposed(ct, x, *others, **params):
-    if not isinstance(ct, ad.Zero) and params["way"] == LINEAR:
-        ct = tap_p.bind(ct, *others, **{**params, "way": BACKWARD})
-    return [ct, *[None] * len(others)]
+def _transposed(cotangent, x, *others, **params):
+    """Returns the cotangent, tapped unless it is zero."""
+    if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
+        cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
+    return [cotangent, *[None] * len(others)]
 
 
 def _batched(arguments, dims, *, mark, way, recorder):
+    """Returns the tap under `jax.vmap`: the mapped dim becomes a dim of the batch in the mark."""
     dim, *others = dims
-    # One callback would report several layers as one.
+    # A mapped layer or microbatch would report several of them in one callback.
     if any(other_dim is not None for other_dim in others):
         raise ValueError(
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # The mapped dim stands before some of the places.
-    shifted = tuple(place + (place >= dim) for place in mark.placed)
+    # The dims from the mapped one on have moved by one.
+    shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim
 

@@ -1,10 +1,10 @@
-"""Tensor parallelism: one layer's weights split over an axis, in Megatron's pair of a column and a
-row.
+"""Tensor parallelism: a layer's weights are split over an axis, in Megatron's pair of layers.
 
-In a column-parallel layer each device holds some of the outputs, in a row-parallel layer some of
-the inputs, so between the two nothing moves. `copy_to` stands before the pair (identity forward,
-all-reduce backward) and `reduce_from` after it (the reverse). The axis may be several axes, or
-`()`: then nothing is split, and the same code runs on one device.
+The first layer of a pair is column-parallel: each device has some of its outputs. The second is
+row-parallel: each device has some of its inputs. These are the same numbers, so nothing is sent
+between the two. `copy_to` stands before the pair (identity forward, all-reduce backward), and
+`reduce_from` after it (all-reduce forward, identity backward). The axis may be several axes. With
+`()` nothing is split, and the same code runs on one device.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -27,36 +27,37 @@ from parallax.trees import SpecsByPath
 
 
 class Comms(NamedTuple):
-    """What the devices of an axis exchange before and after the layers that they share.
+    """The communication between devices before and after the layers that are split over them.
 
-    Made by `comms` or `sequence.comms`.
+    `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
 
-    The residual stream is [B, T, D] between them, with all tokens on every device or some on each.
+    Between layers there is the residual stream, [B, T, D]. Every device has all its tokens, or each
+    device has some.
 
     Attributes:
         axis: the axis that the layers are split over.
-        everywhere: that axis, and those which share the vocabulary with it: `all_tokens` and
-            `sum_partials` are over these.
-        all_tokens: from the residual stream to all tokens, [B, T, D], whose uses differ between the
-            devices.
-        sum_partials: from partial sums for all tokens, [B, T, D], to the residual stream.
+        everywhere: `axis` and the axes that share the vocabulary with it. `all_tokens` and
+            `sum_partials` communicate over these.
+        all_tokens: `(x)`: from the residual stream to all tokens, [B, T, D], which each device then
+            uses in its own way.
+        sum_partials: `(x)`: from partial sums for all tokens, [B, T, D], to the residual stream.
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
-        row: `(x, weight, bias)`: a row-parallel layer back to it.
-        local_tokens: `(x, dim)`: what of `x` belongs to this device's tokens, which are its dim
-            `dim`.
-        copy_to: from a weight that all devices of `axis` have whole to one that each of them uses
-            in its own way.
-        token_shards: the number of devices that the tokens are split over.
-        context_tokens: `(x, dim)`: what of `x` belongs to the tokens that the layers are given:
-            all, without a context axis.
-        wrap_attention: from the model's attention function to the one that attends over the
-            context.
-        context_shards: the number of devices that the layers' tokens are split over.
-        over_tokens: the axis or axes that the tokens of the residual stream are split over.
-        gathered: `(x)`: what has a row for each of the residual stream's tokens, [B, T, ...], for
-            all tokens of the layers, the same on all devices of `axis`. No gradient goes through.
-        wrap_experts: from the function of a mixture of experts to the one whose experts are split
-            over an axis: `experts.comms`.
+        row: `(x, weight, bias)`: a row-parallel layer, whose result is the residual stream.
+        local_tokens: `(x, dim)`: the part of `x` for this device's tokens of the residual stream;
+            `dim` is the dim of tokens.
+        copy_to: `(weight)`: from a weight that all devices of `axis` have whole to a weight that
+            each device uses in its own way, so that its gradients are summed.
+        token_shards: the number of devices that split the tokens of the residual stream.
+        context_tokens: `(x, dim)`: the part of `x` for the tokens that the layers compute: all
+            tokens, unless there is a context axis.
+        wrap_attention: takes the model's attention function and returns a function that attends
+            over the context axis.
+        context_shards: the number of devices that split the tokens of the layers.
+        over_tokens: the axis or axes that split the tokens of the residual stream.
+        gathered: `(x)`: from rows for the residual stream's tokens, [B, T, ...], to rows for all
+            tokens of the layers, the same on all devices of `axis`. It has no gradient.
+        wrap_experts: takes the function of a mixture of experts and returns a function whose
+            experts are split over an axis, as `experts.comms` does.
     """
 
     axis: Axis
@@ -77,8 +78,10 @@ class Comms(NamedTuple):
 
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns Megatron's pair over `axis`, all tokens on every device; `all_tokens` and
-    `sum_partials` are over the axes `shared` too.
+    """Returns the communication of Megatron's pairs over `axis`, with all tokens on every device.
+
+    `all_tokens` and `sum_partials` communicate over the axes `shared` too, which share the
+    vocabulary.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
     return Comms(
@@ -95,13 +98,14 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
 
 def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """Returns `x`, whose uses differ between the devices of `axis` from here on: Megatron's f.
+    """Returns `x`, which each device of `axis` may use in its own way from here on: Megatron's f.
 
-    Identity forward; backward, one all-reduce sums the devices' shares of the cotangent. Its
-    transpose is `reduce_from`.
+    It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
+    Its transpose is `reduce_from`.
 
     Raises:
-        ValueError: `x` varies along `axis` already, so that there is no one cotangent to sum to.
+        ValueError: `x` varies along `axis` already, so the devices' cotangents are of different
+            values and must not be summed.
     """
     axis = Axis.of(axis)
     already = set(axes(axis.names)) & set(varying_axes(x))
@@ -111,19 +115,17 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
-    # JAX would sum the cotangent by itself, by `lax.psum`; here it is summed by the axis's
-    # algorithm.
+    # `varying` alone would sum the cotangent by `lax.psum`, not by the algorithm of the axis.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """Returns the sum of the devices' partial results, on all of them: Megatron's g.
+    """Returns the sum of the devices' partial results, on all devices: Megatron's g.
 
-    One all-reduce forward; backward the cotangent as it is. Its transpose is `copy_to`.
+    It is one all-reduce forward, and the identity backward. Its transpose is `copy_to`.
 
     Raises:
-        ValueError: `x` is the same along one of the axes, so that the sum would count it several
-            times.
+        ValueError: `x` is the same along one of the axes, so the sum would count it several times.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
@@ -144,11 +146,11 @@ def column(
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
-    One all-reduce of `x`'s size backward.
+    Backward it takes one all-reduce of the size of `x`.
 
-    The outputs may have several dims, such as heads and head width, any of them split. An
-    `eqx.nn.Linear`, which is stored [outputs, inputs], is passed whole, with its own bias:
-    `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
+    The outputs may have several dims, such as heads and head width; any of them may be split. An
+    `eqx.nn.Linear`, whose weight is [outputs, inputs], may be passed as the weight, with its own
+    bias: `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
 
     Raises:
         ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or
@@ -157,7 +159,7 @@ def column(
     if isinstance(weight, eqx.nn.Linear):
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
-    # The cotangents of all outputs of a device are joined before the one all-reduce.
+    # `copy_to` is before the product, so one all-reduce sums the cotangents from all outputs.
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
     return y if bias is None else add_bias(y, bias)
 
@@ -170,11 +172,11 @@ def row(
 ) -> Float[Array, "... outputs"]:
     """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
-    One all-reduce of the result's size forward.
+    Forward it takes one all-reduce of the size of the result.
 
     The inputs may have several dims, the last ones of `x` and the first ones of `weight`. An
-    `eqx.nn.Linear`, which is stored [outputs, inputs], is passed whole, with its own bias:
-    `tensor.row(x, linear, None, axis)` is `RowLinear`.
+    `eqx.nn.Linear`, whose weight is [outputs, inputs], may be passed as the weight, with its own
+    bias: `tensor.row(x, linear, None, axis)` is `RowLinear`.
 
     Raises:
         ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs
@@ -183,7 +185,7 @@ def row(
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
-    # The bias comes after the sum, or it would be added once a device.
+    # The bias is added after the sum, or each device would add it.
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     return y if bias is None else add_bias(y, bias)
 
@@ -196,8 +198,8 @@ class ColumnLinear(eqx.Module):
     has its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]: all outside the map, this device's
-            outputs inside.
+        linear: weight [outputs, inputs] and bias [outputs]: all outputs outside the map, and this
+            device's outputs inside.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -222,8 +224,8 @@ class RowLinear(eqx.Module):
     has its specs.
 
     Attributes:
-        linear: weight [outputs, inputs], all outside the map, those of this device's inputs inside;
-            and bias [outputs].
+        linear: weight [outputs, inputs] and bias [outputs]. Outside the map the weight has all
+            inputs; inside, this device's inputs.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -259,14 +261,15 @@ class Embedding(eqx.Module):
     def __call__(
         self, ids: Integer[Array, "*batch"], *, key: Any = None
     ) -> Float[Array, "*batch width"]:
-        """Returns the rows `ids`; `key` is ignored, as in Equinox. An id outside the table gives
-        nan.
+        """Returns the rows `ids`; an id outside the table gives nan.
+
+        `key` is ignored, as in Equinox.
 
         Raises:
             ValueError: the table's rows are not split over the axis.
         """
-        # Equinox's static fields keep the size of the whole table, by which a table that was not
-        # split is seen: its ids would all be found on the first device.
+        # Equinox's static field keeps the number of rows of the whole table. So a table that was
+        # not split is recognised: all its ids would be found on the first device.
         rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
         weight = self.embedding.weight
         if len(weight) * devices != rows:
@@ -280,12 +283,11 @@ class Embedding(eqx.Module):
 
 
 def rule(model: PyTree) -> Rule:
-    """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model` over
-    its axis, and knows no other leaf.
+    """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
-    `rules.first(tensor.rule(model), rules.match("**", P()))` leaves all else whole. Leaves may be
-    `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims before the last two of a weight are
-    whole.
+    It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
+    leaves those whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims
+    before the last two of a weight are whole.
 
     Raises:
         ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
@@ -302,7 +304,7 @@ def rule(model: PyTree) -> Rule:
             continue
         names = Axis.of(layer.axis).names or None
         name = "embedding" if isinstance(layer, Embedding) else "linear"
-        # Layers that `jax.vmap` made together have more dims in front.
+        # Layers that were made together by `jax.vmap` have more first dims.
         stacked = [None] * (getattr(layer, name).weight.ndim - 2)
         prefix = jax.tree_util.keystr(
             (*path, jax.tree_util.GetAttrKey(name)), simple=True, separator="."
@@ -314,7 +316,7 @@ def rule(model: PyTree) -> Rule:
 
 
 def _check_attention(model: PyTree) -> None:
-    """Raises `ValueError` where an `eqx.nn.MultiheadAttention` has a split projection."""
+    """Raises `ValueError` if an `eqx.nn.MultiheadAttention` has a split projection."""
 
     def is_attention(node):
         return isinstance(node, eqx.nn.MultiheadAttention)
@@ -334,16 +336,16 @@ def _check_attention(model: PyTree) -> None:
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
-    """Raises `ValueError` unless dim `split` of the weight, and no other, is that of this
-    device."""
-    # Equinox's static fields keep the whole sizes, so that a weight which was not split, or split
-    # along the other dim, is refused where its shape alone would fit.
+    """Raises `ValueError` unless the weight is split along its dim `split`, and along no other."""
+    # Equinox's static fields keep the whole sizes. So a weight that was not split, or was split
+    # along the other dim, is refused even if its shape happens to fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
     needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
     shape = [
         size * devices if dim == split else size for dim, size in enumerate(linear.weight.shape)
     ]
-    if shape != whole:  # "scalar" is no size
+    # A `Linear` of "scalar" inputs or outputs has no size there, and is refused too.
+    if shape != whole:
         dim = ("outputs", "inputs")[split]
         raise ValueError(
             f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the "
@@ -355,7 +357,7 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
 
 
 def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
-    """Returns `layer`, which brings its own bias."""
+    """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given."""
     if bias is not None:
         raise ValueError(
             f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of "
@@ -367,7 +369,7 @@ def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
 def check_column(
     name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raises `ValueError` where a column-parallel layer's weight does not take all inputs."""
+    """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs."""
     if weight.shape[:1] != inputs:
         raise ValueError(
             f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
@@ -380,8 +382,9 @@ def check_column(
 def check_row(
     name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raises `ValueError` where a row-parallel layer's weight does not take the inputs of this
-    device, or is not split.
+    """Raises `ValueError` if the weight of a row-parallel layer does not fit.
+
+    It must take the inputs of this device, and be split over `axis`.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -411,7 +414,7 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    `embed_partial`, and one all-reduce of the result.
+    It is `embed_partial`, and one all-reduce of the result.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
@@ -426,29 +429,29 @@ def embed_partial(
     weights: Shaped[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch width"]:
-    """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing moves.
+    """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
 
-    Each device looks up the rows it holds and gives zeros for the others. An id outside the
-    vocabulary gives nan, on every device, unless its weight is 0: then zeros. No row gets a
-    gradient of it.
+    Each device looks up the rows that it holds, and gives zeros for the ids of other devices. An id
+    outside the vocabulary gives nan on every device, or zeros if its weight is 0. No row gets a
+    gradient from such an id.
 
     Args:
         table: this device's rows.
-        ids: they count over the whole table.
-        axis: the axis or axes that the rows are split over; `()` where they are whole.
-        weights: only whether they are 0 counts.
-        vocabulary: how many rows there are without padding; by default all.
+        ids: numbers of rows of the whole table.
+        axis: the axis or axes that the rows are split over; `()` if they are whole.
+        weights: the weights of the ids, of which only zeros matter.
+        vocabulary: the number of rows without padding; by default all rows.
 
     Raises:
         ValueError: the ids are not whole numbers.
     """
     axis, rows = Axis.of(axis), table.shape[0]
-    # An id of another device's row is clipped to some row here, whose gradient must not count:
-    # `where` stands after the look-up.
+    # The id of another device's row is clipped to some row here. The `where` after the look-up
+    # keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     counts = unknown if weights is None else unknown & weights.astype(bool)
-    # A wrong id makes the loss nan: an error inside a compiled program would stop all devices.
+    # A wrong id makes the loss nan. An error inside a compiled program would stop all devices.
     others = jnp.where(counts, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
     return jnp.where(
         (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None]
@@ -463,39 +466,40 @@ def cross_entropy(
     weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch"]:
-    """Returns -log softmax(logits)[targets] in nats, for logits split over `axis`, which are never
-    gathered.
+    """Returns -log softmax(logits)[targets] in nats, for logits that are split over `axis`.
 
-    What moves is one maximum (`lax.pmax`) and two sums a position, in one all-reduce. Rows from
-    `vocabulary` on are padding and count as logits of minus infinity.
+    The logits are never gathered. For each position, one maximum (`lax.pmax`) and two sums (in one
+    all-reduce) are sent. Columns from `vocabulary` on are padding and count as logits of minus
+    infinity.
 
-    A target that is not in the vocabulary has a loss of nan, unless its weight is 0. So -100, by
-    which some data marks what is ignored, needs `weights=(targets != -100).astype(logits.dtype)`.
+    A target outside the vocabulary has a loss of nan, or 0 if its weight is 0. Some data marks
+    ignored positions by -100: pass `weights=(targets != -100).astype(logits.dtype)`.
 
     Args:
         logits: this device's columns.
-        targets: they count over the whole vocabulary.
-        axis: the axis or axes that the columns are split over; `()` where they are whole.
-        weights: each position's loss is multiplied by its weight. For a mean over all of them, see
+        targets: numbers of columns of the whole vocabulary.
+        axis: the axis or axes that the columns are split over; `()` if they are whole.
+        weights: the factors of the positions' losses. For a weighted mean over tokens, see
             `parallax.cross_entropy.normalized`.
-        vocabulary: how many rows there are without padding; by default all.
+        vocabulary: the number of columns without padding; by default all columns.
     """
     axis, rows = Axis.of(axis), logits.shape[-1]
     vocabulary = rows * axis.size() if vocabulary is None else vocabulary
     row, _ = _held(targets, rows, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # Padding rows take part in no softmax. Where there are none, the logits are not read once more.
+    # Padding is left out of the softmax. Without padding, this pass over the logits is left out.
     if vocabulary < rows * axis.size():
         logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
-    # The maximum is a constant for the gradient: it cancels in the softmax.
+    # The maximum cancels in the softmax, so it may be a constant for the gradient.
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
-    # A sum of one term is fused with the softmax, and so is its transpose. That of a look-up is a
-    # scatter, which is not.
+    # The target's logit is a sum in which all other terms are 0: XLA fuses this sum and its
+    # transpose with the softmax. The transpose of a look-up would be a scatter, which XLA does not
+    # fuse.
     target = jnp.sum(
         jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1
     )
-    # A target that no device has would leave a logit of 0, and so a loss that looks right.
+    # A target that no device has would give a logit of 0, and a loss that looks right.
     unknown = _outside(targets, vocabulary)
     nothing = jnp.full((), jnp.nan, target.dtype)
     target = jnp.where(
@@ -507,7 +511,7 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns where each id is among this device's rows, and whether it is there at all."""
+    """Returns each id's row on this device, and whether this device has that row."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
@@ -518,8 +522,10 @@ def _held(ids, rows: int, axis: Axis):
 
 
 def _outside(ids, vocabulary: int):
-    """Returns whether each id is outside the vocabulary, by its own type: int32 may have no room
-    for it."""
+    """Returns whether each id is outside the vocabulary.
+
+    Ids are compared in their own dtype, since an int64 id may not fit in int32.
+    """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 

@@ -1,10 +1,11 @@
-"""Where the devices of a mesh lie on a torus of TPUs, so that a ring along an axis sends to
-neighbours.
+"""Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
-Each dim of the torus is cut into pieces, one for each axis of the mesh, so that the devices along
-an axis are a box. A closed path of single steps through that box is the ring: out along one side,
-and back through all the rest, line by line. Which cut takes the fewest links is found by counting
-them all; of two equal ones, the last axes of the mesh have the shorter hops.
+Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
+an axis form a box, whose *sides* are the axis's pieces of the dims. A closed path of single steps
+through that box is the ring of the axis: out along one side, and back through all the rest, line by
+line. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose
+hops cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last
+axes of the mesh is taken.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -17,21 +18,22 @@ from typing import Any
 
 import numpy as np
 
-# Dims of a TPU of two dims close in a ring where they have all 16 chips; those of one of three dims
-# where whole cubes of
-# 4 x 4 x 4 chips are joined: Austin et al., How to scale your model (jax-ml.github.io/scaling-
-# book), chapter 2.
+# TPUs on a torus of two dims. A dim closes in a ring if it has all 16 chips. On a torus of three
+# dims, all dims close if whole cubes of 4 x 4 x 4 chips are joined. Source: Austin et al., How to
+# scale your model (jax-ml.github.io/scaling-book), chapter 2.
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-INNER_FIRST, FAR = (
-    1e-5,
-    1e-8,
-)  # settle what is equal: shorter hops for later axes, then no long hop among many short ones
+# Small weights that decide between equal costs: first, later axes get the shorter hops; then, no
+# long hop among many short ones.
+INNER_FIRST, FAR = 1e-5, 1e-8
 Cut = tuple[tuple[int, ...], ...]
 
 
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
-    """Returns whether each dim of a torus closes in a ring; `flat`: it has two dims, as a v5e's or
-    v6e's has.
+    """Returns whether each dim of a torus closes in a ring.
+
+    Args:
+        flat: whether the torus has two dims, as that of a v5e or v6e.
+        sizes: the chips along each dim.
     """
     if flat:
         return tuple(size == 16 for size in sizes)
@@ -39,16 +41,16 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 
 
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Returns `devices` in an array of the shape `sizes`: TPUs by their coordinates, others in the
-    order given, which for GPUs is machine by machine, so that the last axes stay inside one.
+    """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
-    Devices of several slices are taken slice by slice, so that the first axes cross the network.
-    TPUs that fill no box keep the order given too.
+    Other devices keep the order given. For GPUs that is machine by machine, so the last axes stay
+    inside a machine. Devices of several slices are taken slice by slice, so that the first axes
+    cross the network. TPUs whose coordinates fill no box keep the order given too.
 
     Args:
         devices: as many as `sizes` multiply to. A TPU has `coords`, `core_on_chip`, `device_kind`
             and perhaps `slice_index`.
-        sizes: of the mesh's axes.
+        sizes: the sizes of the mesh's axes.
     """
     slices: dict[int, list[Any]] = {}
     for device in devices:
@@ -56,82 +58,88 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     in_order = [slices[k] for k in sorted(slices)]
     outer = _leading(len(slices), sizes)
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
-    if any(len(each) != math.prod(inner) for each in in_order) or any(
-        device.platform != "tpu" for device in devices
-    ):
+    are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
+    if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
-    stacked = np.stack([_in_a_slice(each, inner) for each in in_order]).reshape(*outer, *inner)
+    arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
+    stacked = np.stack(arrays).reshape(*outer, *inner)
+    # Each axis is its outer factor, over slices, times its inner factor: the two become neighbours.
     order = [k + part for k in range(len(sizes)) for part in (0, len(sizes))]
     return stacked.transpose(order).reshape(tuple(sizes))
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns `count` slices as factors of the first axes; of fewer, where these have no such
-    factors."""
-    found = []
+    """Returns the factor of each axis that runs over slices, the first axes first.
+
+    The factors multiply to `count` slices, or to fewer if the axes do not divide.
+    """
+    factors = []
     for size in sizes:
-        found.append(math.gcd(count, size))
-        count //= found[-1]
-    return tuple(found)
+        factors.append(math.gcd(count, size))
+        count //= factors[-1]
+    return tuple(factors)
 
 
 def _array(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    found = np.empty(len(devices), dtype=object)
-    found[:] = devices
-    return found.reshape(shape)
+    """Returns the devices in an array of this shape, in order."""
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return array.reshape(shape)
 
 
 def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
+    """Returns the TPUs of one slice in an array of the shape `sizes`, placed by coordinates.
+
+    Devices whose coordinates do not fill a box keep their order.
+    """
     chips = np.array([device.coords for device in devices])
     chips -= chips.min(0)
     box = tuple(int(size) for size in chips.max(0) + 1)
     cores = len(devices) // math.prod(box)
-    there = {
+    by_place = {
         (*chip, device.core_on_chip): device
         for chip, device in zip(chips.tolist(), devices, strict=True)
     }
     rings = closed_dims(devices[0].device_kind in FLAT, box)
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
-    wanted = [
-        tuple(place)
-        for place in coordinates(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
-    ]
-    return _array(
-        [there[place] for place in wanted] if set(wanted) == set(there) else devices, sizes
-    )
+    rows = coordinates(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
+    places = list(map(tuple, rows))
+    # With a hole in the box, some places have no device.
+    has_all = set(places) == set(by_place)
+    return _array([by_place[place] for place in places] if has_all else devices, sizes)
 
 
 def hops(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> list[float]:
-    """Returns the links that a hop of a ring along each axis takes in the mean; of an axis of one
-    device 1.
+    """Returns the mean number of links that a hop of the ring along each axis crosses.
 
-    Arguments as of `places`.
+    For an axis of one device it is 1. The arguments are those of `coordinates`.
     """
-    laid = coordinates(box, rings, cores, sizes)
+    here = coordinates(box, rings, cores, sizes)
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
-    found = []
+    means = []
     for axis, size in enumerate(sizes):
-        there = np.roll(laid, -1, axis)
-        links = sum(metric[laid[..., dim], there[..., dim]] for dim, metric in enumerate(metrics))
-        found.append(float(np.mean(links)) if size > 1 else 1.0)
-    return found
+        there = np.roll(here, -1, axis)
+        links = sum(metric[here[..., dim], there[..., dim]] for dim, metric in enumerate(metrics))
+        means.append(float(np.mean(links)) if size > 1 else 1.0)
+    return means
 
 
 @functools.cache
 def coordinates(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns the chip's coordinates and the core of each device of a mesh: shape [*sizes, dims +
-    1].
+    """Returns the coordinates of each device of a mesh: an array [*sizes, dims + 1].
+
+    The last coordinate is the core on the chip.
 
     Args:
-        box: chips along each dim of the torus.
-        rings: whether each dim closes.
-        cores: devices of a chip; from one to the other a message takes no link.
-        sizes: of the mesh's axes; they multiply to the devices of the box.
+        box: the chips along each dim of the torus.
+        rings: whether each dim closes in a ring.
+        cores: the devices of a chip; a message between them crosses no link.
+        sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
@@ -139,81 +147,94 @@ def coordinates(
     ]
     for cut in _cuts((*box, cores), sizes):
         lines = [_lines(pieces) for pieces in cut]
+        # Each array is [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes its best
+        # path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
-        total = np.sum(
-            [(1 + INNER_FIRST * axis) * each.min(0) for axis, each in enumerate(costs)], axis=0
-        )
+        weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
+        total = np.sum(weighted, axis=0)
         if total.min() < cost:
-            cost, chosen = total.min(), np.unravel_index(total.argmin(), total.shape)
-            paths = [
-                _paths(_sides(axis, cut))[each[(slice(None), *chosen)].argmin()]
-                for axis, each in enumerate(costs)
-            ]
-            best = cut, [line[k] for line, k in zip(lines, chosen, strict=True)], paths
-    assert best is not None  # sizes that multiply to the devices can always be cut
+            cost, layings = total.min(), np.unravel_index(total.argmin(), total.shape)
+            paths = []
+            for axis in range(len(sizes)):
+                best_path = costs[axis][(slice(None), *layings)].argmin()
+                paths.append(_paths(_sides(axis, cut))[best_path])
+            best = cut, [line[k] for line, k in zip(lines, layings, strict=True)], paths
+    # Sizes whose product is the number of devices can always be cut.
+    assert best is not None
     return _laid(*best, sizes)
 
 
 def _laid(
     cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns where each point of the mesh is, with these paths through these cuts."""
-    found = np.zeros((*sizes, len(cut)), int)
+    """Returns the coordinates of each device of the mesh: an array [*sizes, dims].
+
+    Args:
+        cut: the pieces of each dim.
+        lines: for each dim, how its pieces are laid: one of `_lines`.
+        paths: for each axis, the path through its box: one of `_paths`.
+        sizes: the sizes of the mesh's axes.
+    """
+    places = np.zeros((*sizes, len(cut)), int)
     for dim, pieces in enumerate(cut):
+        # For each axis, the coordinate along this dim of each point of the axis's path.
         digits = []
         for axis, path in enumerate(paths):
-            used = [d for d, each in enumerate(cut) if each[axis] > 1]
-            digits.append(
-                path[:, used.index(dim)] if pieces[axis] > 1 else np.zeros(sizes[axis], int)
-            )
-        found[..., dim] = lines[dim][np.ix_(*digits)]
-    return found
+            dims_of_axis = [d for d, pieces_of_dim in enumerate(cut) if pieces_of_dim[axis] > 1]
+            if pieces[axis] > 1:
+                digits.append(path[:, dims_of_axis.index(dim)])
+            else:
+                digits.append(np.zeros(sizes[axis], int))
+        places[..., dim] = lines[dim][np.ix_(*digits)]
+    return places
 
 
 def _links(size: int, ring: bool) -> np.ndarray:
-    """Returns the links between each two places of a dim."""
-    apart = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
-    return np.minimum(apart, size - apart) if ring else apart
+    """Returns the number of links between each two places of a dim: an array [size, size]."""
+    distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    return np.minimum(distance, size - distance) if ring else distance
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Returns each way to cut the dims of a box so that the pieces of an axis multiply to its size:
-    `cut[dim][axis]`.
+    """Yields each way to cut the dims of a box: `cut[dim][axis]`.
+
+    The pieces of a dim multiply to its length, and those of an axis to the axis's size.
     """
     if not box:
         if all(size == 1 for size in sizes):
             yield ()
         return
     for pieces in _factors(box[0], tuple(sizes)):
-        for rest in _cuts(
-            box[1:], [size // piece for size, piece in zip(sizes, pieces, strict=True)]
-        ):
-            yield (pieces, *rest)
+        remaining_sizes = [size // piece for size, piece in zip(sizes, pieces, strict=True)]
+        for other_dims in _cuts(box[1:], remaining_sizes):
+            yield (pieces, *other_dims)
 
 
 def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Returns each way to write `size` as a product of divisors of `limits`."""
+    """Yields each way to write `size` as a product of one divisor of each of `limits`, in order."""
     if not limits:
         if size == 1:
             yield ()
         return
     for factor in range(1, size + 1):
         if size % factor == 0 and limits[0] % factor == 0:
-            for rest in _factors(size // factor, limits[1:]):
-                yield (factor, *rest)
+            for other_factors in _factors(size // factor, limits[1:]):
+                yield (factor, *other_factors)
 
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the ways to lay pieces along a dim: the place of each combination of digits, an array
-    of shape `pieces`.
+    """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
 
-    Any axis may be the innermost, and every other inner stretch may run backward, so that the ends
-    of two stretches meet.
+    The array gives the place along the dim of each combination of digits, one digit per axis. Any
+    axis may be the innermost. Every second inner stretch may run backward, so that the end of a
+    stretch is next to the beginning of another.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
-    found = []
+    layings = []
+    # With four axes or more, only one order is tried: there would be too many.
     for order in itertools.permutations(axes) if len(axes) < 4 else [tuple(axes)]:
+        # With one axis there is no inner stretch to run backward.
         for fold in (False, True)[: max(1, min(2, len(axes)))]:
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
@@ -222,86 +243,96 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
                     digit = pieces[axis] - 1 - digits[axis] if backward else digits[axis]
                     place, backward = place * pieces[axis] + digit, fold and digit % 2 == 1
                 line[digits] = place
-            found.append(line)
-    return found
+            layings.append(line)
+    return layings
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the box of an axis, without the dims that it has no piece of."""
+    """Returns the sides of the box of an axis: its pieces, without those of size 1."""
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
 
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean links of a hop along an axis: by path, and by the way each dim's pieces are
-    laid (1 long where it is all one).
+    """Returns the mean number of links of a hop along an axis, for each path and each laying.
+
+    The array is [paths, layings of dim 0, layings of dim 1, ...].
+
+    Args:
+        axis: the axis.
+        cut: the pieces of each dim.
+        lines: for each dim, its layings: the result of `_lines`.
+        metrics: for each dim, the links between each two places.
     """
-    sides, used = _sides(axis, cut), 0
-    found = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
+    sides, side = _sides(axis, cut), 0
+    costs = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
         if pieces[axis] == 1:
             continue
-        steps = _steps(sides)[:, used, : pieces[axis], : pieces[axis]]
-        here = np.zeros((len(steps), len(lines[dim])))
+        steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
+        costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            at = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
-            links = metrics[dim][at[:, None], at[None]]
-            here[:, k] = np.tensordot(steps, (links + FAR * links**2).mean(-1), 2)
-        found = found + here.reshape(
-            [len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))]
-        )
-        used += 1
-    return np.broadcast_to(found, (len(found), *(len(each) for each in lines)))
+            # [digit of this axis, digits of all other axes]: the links between two digits of the
+            # axis are the mean over the others.
+            places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
+            links = metrics[dim][places[:, None], places[None]]
+            costs_of_dim[:, k] = np.tensordot(steps, (links + FAR * links**2).mean(-1), 2)
+        shape = [len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))]
+        costs = costs + costs_of_dim.reshape(shape)
+        side += 1
+    return np.broadcast_to(costs, (len(costs), *map(len, lines)))
 
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns how often each path steps from one place of a side to another, over its length:
-    [paths, sides, longest, longest].
+    """Returns the shares of a path's steps that go from coordinate i to j: [paths, sides, i, j].
+
+    A step that moves along another side goes from i to i. With the links between i and j, these
+    shares give the mean number of links of a hop. All sides are padded to the longest.
     """
     paths = _paths(sides)
-    found = np.zeros((len(paths), len(sides), max(sides), max(sides)))
+    shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
     for k, path in enumerate(paths):
         for side in range(len(sides)):
+            # `roll` adds the last step, from the end of the path back to its beginning.
             for here, there in zip(path[:, side], np.roll(path[:, side], -1), strict=True):
-                found[k, side, here, there] += 1 / len(path)
-    return found
+                shares[k, side, here, there] += 1 / len(path)
+    return shares
 
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns paths through all points of a box, each of shape [points, sides], from whose last
-    point the ring goes back to the first.
+    """Returns closed paths through all points of a box, each of shape [points, sides].
+
+    The ring goes from the last point of a path back to the first.
     """
-    found = []
+    paths = []
     for order in itertools.permutations(range(len(sides))):
-        turned = [sides[k] for k in order]
-        through = [_snake(turned)]
-        if (
-            len(turned) == 1 and sides[0] > 2
-        ):  # out over every other point, back over the rest: no hop longer than 2
-            there = list(range(0, sides[0], 2))
-            through.append(
-                [(k,) for k in there + [k for k in range(sides[0] - 1, 0, -1) if k not in there]]
-            )
-        if len(turned) > 1:  # out along the first side, back through the lines that leave it
-            lines = _snake(turned[1:])
+        ordered_sides = [sides[k] for k in order]
+        paths_in_order = [_snake(ordered_sides)]
+        if len(ordered_sides) == 1 and sides[0] > 2:
+            # Out over every second point, and back over the others: no hop is longer than 2.
+            out = list(range(0, sides[0], 2))
+            back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
+            paths_in_order.append([(k,) for k in out + back])
+        if len(ordered_sides) > 1:
+            # Out along the first side, and back through the lines that leave that side.
+            line = _snake(ordered_sides[1:])
             back = [
                 (k, *point)
-                for i, k in enumerate(reversed(range(turned[0])))
-                for point in (lines[1:], lines[:0:-1])[i % 2]
+                for i, k in enumerate(reversed(range(ordered_sides[0])))
+                for point in (line[1:], line[:0:-1])[i % 2]
             ]
-            through.append([(k, *lines[0]) for k in range(turned[0])] + back)
-        found += [
-            np.array(path, int).reshape(len(path), len(sides))[:, np.argsort(order).astype(int)]
-            for path in through
-        ]
-    return found
+            paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
+        inverse = np.argsort(order).astype(int)
+        for path in paths_in_order:
+            paths.append(np.array(path, int).reshape(len(path), len(sides))[:, inverse])
+    return paths
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns all points of a box, each one step from the one before."""
+    """Returns all points of a box in an order in which each is one step from the one before."""
     points: list[tuple[int, ...]] = [()]
     for size in sides:
         points = [

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from parallax._typing import PyTree
 
-AnyMesh = Mesh | AbstractMesh  # the second has no devices: what is traced over it is not run
+AnyMesh = Mesh | AbstractMesh  # an AbstractMesh has no devices: programs are only traced over it
 
 
 class DiskForm(NamedTuple):
@@ -29,20 +29,23 @@ class DiskForm(NamedTuple):
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf holds numbers that travel: JAX and NumPy arrays and their shapes.
-    Python numbers stay static."""
+    """Returns whether a leaf is a JAX or NumPy array, or the shape of one.
+
+    Python numbers are no arrays here: they stay static.
+    """
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf can be trained: arrays of real or complex floating-point numbers, and
-    their shapes."""
+    """Returns whether a leaf can be trained: an array of real or complex floats, or its shape."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_spec(leaf: Any) -> bool:
-    """Returns whether a leaf is a `PartitionSpec` (which is a tuple, so that trees of them need an
-    `is_leaf`)."""
+    """Returns whether a leaf is a `PartitionSpec`.
+
+    It serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a tuple.
+    """
     return isinstance(leaf, PartitionSpec)
 
 
@@ -77,8 +80,10 @@ def twice(paths: Sequence[str]) -> list[str]:
 
 
 class SpecsByPath(dict[str, PartitionSpec]):
-    """The rule that gives each path its spec, and knows no other path. An empty one may stand in a
-    list of rules."""
+    """The rule that gives each of its paths a spec, and None to any other path.
+
+    In a list of rules it may be empty.
+    """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """Returns the spec of the path, or None."""
@@ -88,8 +93,9 @@ class SpecsByPath(dict[str, PartitionSpec]):
         return f"the specs of {len(self)} paths"
 
 
-# The axes along which one spec splits leaves with unequal numbers of rows. `mesh.spmd` sets it
-# while it traces, and `grads` refuses such a batch. Types do not tell a spec from another.
+# The axes along which one spec splits leaves with unequal numbers of rows. `mesh.spmd` sets this
+# value while it traces, and `grads` refuses such a batch. Types do not show which spec an array
+# had.
 UNEVEN_AXES = jax.make_user_context(frozenset())
 
 
@@ -104,10 +110,10 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """Returns the index of the parameter that an array of an optimizer's state belongs to, if to
-    any.
+    """Returns the index of the parameter to which an array of an optimizer's state belongs, or
+    None.
 
-    It is the longest of `paths` that `path` ends with.
+    The parameter is the longest of `paths` with which `path` ends.
     """
     fitting = [
         i

@@ -1,11 +1,12 @@
-"""Collectives written as tables of hops: drop-in twins of `jax.lax`'s, to read, count,
-differentiate, compose and price.
+"""Collectives written as tables of hops: drop-in replacements for those of `jax.lax`.
+
+Their tables can be read, counted, composed and priced, and the collectives differentiated.
 
 Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")`
 for all functions that take an axis. `tuning`, which measures, is imported by its own name.
 
-Each file is imported when it is first needed: a layer that takes an axis does not bring all
-algorithms along.
+Each file is imported when one of its names is first used, so that a layer that takes an axis does
+not import all algorithms.
 """
 
 from importlib import import_module

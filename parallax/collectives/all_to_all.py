@@ -33,6 +33,7 @@ def straight(n: int) -> Route:
 
 
 def _messages(size, n, itemsize):
+    """Returns the rounds of messages of `all_to_all`, for `cost`: each carries 1/n of the array."""
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
 
@@ -60,6 +61,7 @@ def all_to_all(
     """
 
     def leaf(x):
+        """Returns one array after the exchange, with the transpose stated."""
         x = check_block("all_to_all", jnp.asarray(x), axis_name)
         split = drop_in.dim_of("split_axis", split_axis, x.ndim)
         concat = drop_in.dim_of("concat_axis", concat_axis, x.ndim)
@@ -73,8 +75,9 @@ def all_to_all(
         def forward(x):
             return exchanged(x, split, concat)
 
-        def backward(ct):
-            return exchanged(ct, concat, split)
+        def backward(cotangent):
+            # Each block returns to its sender: the two dims change roles.
+            return exchanged(cotangent, concat, split)
 
         return linear_collective(x, axis_name, forward=forward, backward=backward)
 
@@ -84,13 +87,15 @@ def all_to_all(
 def _exchange(blocks, axis_name):
     """Returns the blocks received, in the order of their senders: `[n, *block] -> [n, *block]`."""
     route, me = straight(axis_size(axis_name)), axis_index(axis_name)
-    # The device's own block stays in its place; the others are overwritten.
+    # `received` starts as `blocks`: the own block is in its place, and the others are overwritten.
     received = blocks
     for sends in route.rounds:
+        # `straight` sends one block a message: the block of the device that is `offset` away.
         for step, (offset,) in sends.items():
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
+            # The sender is the device that has this one at `offset`: `-offset` away from here.
             source = route.device_at(me, route.offset_after(route.home, offset))
             received = lax.dynamic_update_index_in_dim(received, message, source, 0)
     return received

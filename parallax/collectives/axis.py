@@ -27,6 +27,7 @@ Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options) of a tre
 
 
 def _no_table(*sizes: int) -> NoReturn:
+    """Raises `ValueError`: the `table` of an algorithm that has none."""
     raise ValueError(
         "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
     )
@@ -191,9 +192,12 @@ AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 
 
 def combined_axis(*parts: AxisLike) -> Axis:
-    """Returns several axes as one: one group if they have one algorithm, else one after the other.
+    """Returns several axes as one axis.
 
-    Axes without a name, `()`, are left out. The order is that of `Axis.of`.
+    If all have the same algorithm, their devices form one row-major group, in which the first axis
+    varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one axis
+    after the other, in the order that `Axis.of` states. Parts without a name, `()`, are left out;
+    without any name, the result is the axis of one device, `Axis(())`.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     # One collective over a product of axes needs fewer messages than one for each axis.
@@ -210,6 +214,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
+        """Returns this device's slices of the sum, scattered over the first part first."""
+
         def leaf(x):
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
@@ -223,12 +229,15 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
+        """Returns all devices' blocks, gathered over the last part first."""
+
         def leaf(x):
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.
             for group in reversed(_groups(parts, axis_name)):
                 x = group.all_gather(x, axis=dim, tiled=tiled)
+            # Untiled, each group added a dim: they become one dim of all devices.
             return x if tiled else x.reshape(*shape[:dim], -1, *shape[dim:])
 
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)

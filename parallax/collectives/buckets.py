@@ -10,6 +10,7 @@ Source: Li et al., PyTorch Distributed: experiences on accelerating data paralle
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -54,6 +55,7 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     algorithm = axis.algorithm
 
     def all_reduce(x, axis_name):
+        """Returns the sum over devices of each leaf of the tree `x`, bucket by bucket."""
         leaves, structure = jax.tree.flatten(x)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         done: list[jax.Array] = []
@@ -64,8 +66,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
-            for i, part in zip(bucket, done, strict=True):
-                leaves[i] = part
+            for i, reduced_leaf in zip(bucket, done, strict=True):
+                leaves[i] = reduced_leaf
         return jax.tree.unflatten(structure, leaves)
 
     name = f"bucketed {algorithm}"
@@ -78,12 +80,13 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
     Leaves share a bucket if they have one dtype and vary along the same axes. A leaf that is
     unreduced or reduced along an axis is alone: JAX does not join such arrays.
     """
-    buckets, open_buckets = [], {}  # of each kind: the bucket being filled, and its bytes
+    # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
+    buckets, open_buckets = [], {}
     for i, leaf in enumerate(leaves):
         kind = (leaf.dtype, varying_axes(leaf), i if reduction_state(leaf) else None)
         size = leaf.size * leaf.dtype.itemsize
         if size >= nbytes:
-            # The leaves before and after it may still share a bucket.
+            # The open bucket stays open: the leaves before and after this one may share it.
             buckets.append([i])
             continue
         bucket, filled = open_buckets.get(kind, (None, 0))
@@ -96,18 +99,24 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
 
 
 def _packed(leaves, axis_name):
-    # A ring would pad a vector that does not divide by its devices, which is another copy.
+    """Returns the leaves joined into one vector, padded to a multiple of the devices.
+
+    Without the padding a ring would pad the vector itself, and so copy it a second time.
+    """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     padding = varying(jnp.zeros(missing, leaves[0].dtype), varying_axes(leaves[0]))
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), padding])
 
 
 def _unpacked(total, shapes):
+    """Returns the reduced leaves, of these shapes, of a reduced bucket: the inverse of
+    `_packed`."""
+    # The only leaf of a bucket was sent in its own shape, not as a vector.
     if len(shapes) == 1:
         return [total]
     parts, start = [], 0
     for shape in shapes:
-        end = start + jax.ShapeDtypeStruct(shape, total.dtype).size
+        end = start + math.prod(shape)
         parts.append(lax.slice_in_dim(total, start, end).reshape(shape))
         start = end
     return parts

@@ -1,6 +1,6 @@
-"""A ring of n devices, each sending to its right: the lesson, and the oracle of the tests.
+"""A ring of n devices, each of which sends to its right neighbour: the first lesson.
 
-`x` has a block for each device. `route` does the same by a table.
+The tests compare `tables.ring` with it. `x` has one block for each device, `[n, *block]`.
 """
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array
 def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, "n *block"]:
     """Returns every device's block on every device: `A[I_X] -> A[I]`."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    blocks = [block]  # blocks[hop] is the block of the device that many places to the left
+    blocks = [block]  # blocks[h] is the block of the device h places to the left
     for _ in range(1, n):
         blocks.append(_to_the_right(blocks[-1], axis_name))
     # Row j of the result is the block of device j, which arrived after me - j hops.

@@ -30,9 +30,9 @@ class Message(NamedTuple):
 
     Attributes:
         bytes: the size of the message.
-        step: the distance in devices along each dim of the table's box; below 0, backwards. On a
-            switch that is one link, on a bare ring as many links as the step.
-        pieces: the number of permutes that send it side by side: large blocks are not joined.
+        step: the distance in devices along each dim of the table's box; negative if the message
+            goes backwards. A message crosses one link on a switch, and `step` links on a bare ring.
+        pieces: the number of permutes that send the message: large blocks are not joined.
     """
 
     bytes: int
@@ -45,9 +45,9 @@ class Round(NamedTuple):
 
     Attributes:
         times: the number of rounds.
-        messages: the messages that a device sends in each, side by side.
-        reduced: the bytes that it adds to others in each.
-        waits: whether each makes the longest chain of messages longer by one.
+        messages: the messages that a device sends in each round, at the same time.
+        reduced: the received bytes that a device adds to its own in each round.
+        waits: whether each round makes the longest chain of dependent messages longer by one.
     """
 
     times: int
@@ -104,10 +104,10 @@ class Link(NamedTuple):
     Attributes:
         alpha: the seconds per hop.
         beta: the seconds per byte that is sent, received and stored.
-        gamma: the further seconds per byte that is added to another.
+        gamma: the further seconds per received byte that is added to the device's own.
         start: the seconds per call.
-        one_port: whether the messages of a round go one after another, as through one process's
-            sockets, and not each over its own link.
+        one_port: whether the messages of a round are sent one after another, as through one
+            process's sockets, instead of each over its own link.
         error: the median relative difference between the fit and the measured times; 0 for a link
             made by hand.
     """
@@ -172,9 +172,10 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
+    """Returns the rounds of a priced function, without empty ones, and equal neighbours joined."""
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
-        # XLA drops a message without a byte, and a loop without a trip.
+        # XLA removes a message of no bytes, and a loop of no trips, so they cost nothing.
         messages = tuple(message for message in planned.messages if message.bytes)
         if not planned.times or not messages:
             continue
@@ -207,9 +208,10 @@ def total(rounds: Iterable[Round]) -> Cost:
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
-    """Returns the factors of alpha, beta, gamma and start: hops, bytes, reduced and 1.
+    """Returns the factors of alpha, beta, gamma and start in the formula of `seconds`.
 
-    Through one port they are messages, sent, reduced and 1.
+    They are (hops, bytes, reduced, 1), or (messages, sent, reduced, 1) through one port, where all
+    messages of a round are sent one after another.
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1
@@ -221,6 +223,7 @@ def seconds(cost: Cost, link: Link) -> float:
 
     Through one port they are start + alpha messages + beta sent + gamma reduced.
     """
+    # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Workarounds that only XLA's CPU backend needs. Programs for other backends hold no trace of them.
+"""Workarounds that only XLA's CPU backend needs. Programs for other backends do not contain them.
 
 **Collectives in one order** (`sequence_after`): jaxlib 0.10.2 and 0.12.0. XLA's CPU backend may run
 what follows a loop while the loop still runs, if it does not use the loop's results. A collective
@@ -28,8 +28,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 def sequence_after(x: Tree, after: PyTree) -> Tree:
     """Returns the tree `x`, which a CPU computes only after `after`. Values and types stay.
 
-    The result is differentiable in `x`. Random keys do not wait, nor do unreduced and reduced
-    arrays, which JAX does not index.
+    The result is differentiable in `x`. Random keys do not wait. Unreduced and reduced arrays do
+    not wait either, since JAX cannot index them.
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
@@ -45,6 +45,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
+    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return not reduction_state(leaf)
@@ -53,11 +54,11 @@ def _can_wait(leaf) -> bool:
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     """Returns `x`, selected by a condition that is always true and that no compiler can know.
 
-    An optimization barrier would be gone before the program runs.
+    An optimization barrier would not do: the CPU's compiler removes it.
     """
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
-    # XLA compiles a cheap value again into each of its users, hundreds of times in a step. A tanh
-    # is expensive enough to be computed once.
+    # XLA would copy a cheap condition into each of its uses, hundreds of times in a step. A tanh is
+    # expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
     holds = replicated(always, varying_axes(always))

@@ -1,6 +1,6 @@
-"""Drop-in twins of `lax`'s collectives from a reduce-scatter and an all-gather of slices.
+"""Drop-in replacements for `lax`'s collectives, from a reduce-scatter and an all-gather of slices.
 
-This file adds what `lax`'s functions have besides: dims, options, replication types and refusals.
+This file adds the dims, options, replication types and errors of `lax`'s functions.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices`."""
     x = check_summand("reduce_scatter", summable(x), axis_name)
-    if not axes(axis_name):  # `lax` drops no dim here
+    if not axes(axis_name):  # without an axis, `lax` drops no dim even if not tiled
         return x
     dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
     n = axis_size(axis_name)
@@ -50,8 +50,8 @@ def reduce_scatter_leaf(
     def forward(x):
         return _drop_dim(slices.scatter(x, dim, axis_name), dim, tiled)
 
-    def backward(ct):
-        return slices.gather(_add_dim(ct, dim, tiled), dim, axis_name)
+    def backward(cotangent):
+        return slices.gather(_add_dim(cotangent, dim, tiled), dim, axis_name)
 
     return linear_collective(x, axis_name, forward=forward, backward=backward)
 
@@ -66,41 +66,49 @@ def all_gather_leaf(
             f"got {to!r}."
         )
     x = check_block("all_gather", jnp.asarray(x), axis_name)
-    if not axes(axis_name):  # `lax` adds no dim here
+    if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))
-    if is_key(x):  # hops carry numbers: zeros, sums and types of a key are not defined
+    # A hop must make zeros, and a transpose sums, which keys lack: their numbers are sent.
+    if is_key(x):
         numbers = all_gather_leaf(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
-    length = x.shape[dim] if tiled else 1
+    length = x.shape[dim] if tiled else 1  # of this device's block in the result
 
     def forward(x):
         return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
 
-    def backward(ct):
-        # The cotangent of an invariant result is the same on all devices: nothing is summed.
+    def backward(cotangent):
+        """Returns the cotangent of this device's block."""
+        # An invariant result has the whole cotangent on each device, so a device takes its slice.
+        # Otherwise the devices have different cotangents, and their sum is scattered.
         if to == "invarying":
             start = axis_index(axis_name) * length
-            ct = lax.dynamic_slice_in_dim(ct, start, length, dim)
+            local = lax.dynamic_slice_in_dim(cotangent, start, length, dim)
         else:
-            ct = slices.scatter(ct, dim, axis_name)
-        return _drop_dim(ct, dim, tiled)
+            local = slices.scatter(cotangent, dim, axis_name)
+        return _drop_dim(local, dim, tiled)
 
     return linear_collective(x, axis_name, forward=forward, backward=backward, to=to)
 
 
 def _add_dim(x, dim: int, tiled: bool):
+    """Returns `x` with the dim of 1 at `dim` that an untiled collective gathers."""
     return x if tiled else jnp.expand_dims(x, dim)
 
 
 def _drop_dim(x, dim: int, tiled: bool):
+    """Returns `x` without the dim of 1 that is left of an untiled, scattered dim."""
     return x if tiled else jnp.squeeze(x, dim)
 
 
 def split_blocks(
     x: Shaped[Array, "..."], dim: int, axis_name: AxisName, tiled: bool
 ) -> Shaped[Array, "..."]:
-    """Returns the n blocks of `x` along a first dim, `[n, *block]`: inverts `merge_blocks`."""
+    """Returns the n blocks of `x` as `[n, *block]`: the inverse of `merge_blocks`.
+
+    `tiled` cuts the dim into n blocks; otherwise the dim has size n and is the dim of blocks.
+    """
     if tiled:
         n = axis_size(axis_name)
         x = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])

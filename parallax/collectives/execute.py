@@ -1,6 +1,10 @@
-"""The executor of routes: it runs tables side by side, forwards or backwards.
+"""The executor of routes: it runs several tables at the same time, forwards or backwards.
 
-Forwards a table is a scatter, and backwards it is a gather.
+Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
+gather: blocks travel from their devices. Each table carries its own share of the array.
+
+An *offset* is a place relative to this device: `route.device_at(me, offset)` is the device there.
+A block is named by its table and by the offset of the device that owns it.
 
 A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A
 long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
@@ -43,7 +47,8 @@ def scatter(
 
     Args:
         routes: the tables, of as many rounds each.
-        term: `(p, j)` gives the block that this device adds to device j's, of table p's share.
+        term: `(table, j)` gives the block that this device adds to device j's block, in the share
+            of that table, a number.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: hops up to which a chain is written out: `UNROLLED`.
@@ -52,20 +57,21 @@ def scatter(
     # Partial sums by offset. At an offset that is absent, the sum is this device's term alone.
     sums: list[dict[Point, Any]] = [{} for _ in routes]
 
-    def take(p, offset):
-        if offset in sums[p]:
-            return sums[p].pop(offset)
-        return term(p, routes[p].device_at(me, offset))
+    def take(table, offset):
+        """Returns the partial sum for the device at an offset, and removes it from `sums`."""
+        if offset in sums[table]:
+            return sums[table].pop(offset)
+        return term(table, routes[table].device_at(me, offset))
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
             _scatter_in_a_loop(routes, chain, term, take, sums, axis_name, dim)
             continue
         for number in chain:
-            for p, offset, block in _arrivals(routes, number, take, axis_name, dim):
-                sums[p][offset] = block + take(p, offset)
+            for table, offset, block in _arrivals(routes, number, take, axis_name, dim):
+                sums[table][offset] = block + take(table, offset)
     # The own block is not sent: its sum holds the terms that arrived, or this device's term alone.
-    return [take(p, route.home) for p, route in enumerate(routes)]
+    return [take(table, route.home) for table, route in enumerate(routes)]
 
 
 def gather(
@@ -78,13 +84,13 @@ def gather(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> Any:
-    """Returns `result` after `write(result, p, j, block)` of every device j's block.
+    """Returns `result` after `write(result, table, j, block)` of every device j's block.
 
     The device's own block is written first, then the others as they arrive.
 
     Args:
         routes: the tables, of as many rounds each, which run backwards.
-        blocks: this device's, a share for each table.
+        blocks: the shares of this device's block, one for each table.
         write: puts a block that has arrived into `result`, whose shapes and types it keeps.
         result: the value at the beginning.
         axis_name: the mesh axis, or several.
@@ -92,28 +98,34 @@ def gather(
         unrolled: hops up to which a chain is written out: `UNROLLED`.
     """
     me = axis_index(axis_name)
+    # For each table, the blocks that this device has, by the offset of their owners.
     copies = [{route.home: block} for route, block in zip(routes, blocks, strict=True)]
 
-    def copy(p, offset):
-        return copies[p][offset]
+    def copy(table, offset):
+        return copies[table][offset]
 
     # The own block needs no message, so it is written first.
-    for p, route in enumerate(routes):
-        result = write(result, p, route.device_at(me, route.home), blocks[p])
+    for table, route in enumerate(routes):
+        result = write(result, table, route.device_at(me, route.home), blocks[table])
     # A gather is the table backwards: the last round of the scatter runs first.
     for chain in reversed(list(_chains(routes))):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
             result = _gather_in_a_loop(routes, chain, copies, write, result, axis_name, dim)
             continue
         for number in reversed(chain):
-            for p, offset, block in _arrivals(routes, number, copy, axis_name, dim, backwards=True):
-                copies[p][offset] = block
-                result = write(result, p, routes[p].device_at(me, offset), block)
+            arrivals = _arrivals(routes, number, copy, axis_name, dim, backwards=True)
+            for table, offset, block in arrivals:
+                copies[table][offset] = block
+                result = write(result, table, routes[table].device_at(me, offset), block)
     return result
 
 
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
-    """Yields the rounds in runs in which each table sends on what just arrived, or pauses."""
+    """Yields the round numbers in chains: each table sends on the blocks that just arrived, or
+    none.
+
+    A round that belongs to no longer chain is a chain by itself.
+    """
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):
@@ -135,51 +147,69 @@ def _arrivals(
 ) -> list[tuple[int, Point, Any]]:
     """Returns the blocks that arrive in a round: (table, offset, block)."""
     arrivals = []
-    for p, route in enumerate(routes):
+    for table, route in enumerate(routes):
         for step, offsets in route.rounds[number].items():
+            # A block's owner is at `offsets` before the step, and at `after` from the receiver.
             after = [route.offset_after(o, step) for o in offsets]
             # A gather sends each block back along the way on which its sum came.
             leaving, arriving = (after, offsets) if backwards else (offsets, after)
-            message = _joined([take(p, o) for o in leaving], dim)
+            message = _joined([take(table, offset) for offset in leaving], dim)
             message = _send(message, axis_name, route.pairs(step, back=backwards))
             blocks = _split(message, len(arriving), dim)
-            arrivals += [(p, o, block) for o, block in zip(arriving, blocks, strict=True)]
+            for offset, block in zip(arriving, blocks, strict=True):
+                arrivals.append((table, offset, block))
     return arrivals
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop: a trip is a hop, after which own terms are added."""
+    """Runs a chain of a scatter as a loop, one hop a trip, and updates `sums`.
+
+    After each hop a device adds its own terms to the partial sums that arrived.
+    """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
-    def terms_by_trip(p, step, offsets):
+    def terms_by_trip(table, step, offsets):
+        """Returns a function of the trip: what this device adds to one table's message.
+
+        The table's first message holds the partial sums for the devices at `offsets`.
+        """
+        route = routes[table]
+
         def offsets_after(trips):
-            return [routes[p].offset_after(o, step, trips) for o in offsets]
+            return [route.offset_after(offset, step, trips) for offset in offsets]
 
         def own_terms(trip):
-            blocks = [term(p, routes[p].device_at(me, o)) for o in offsets_after(trip + 1)]
-            return _joined(blocks, dim)
+            arriving = offsets_after(trip + 1)
+            return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
-        offsets_met = [offsets_after(trips) for trips in range(1, length + 1)]
-        if not any(o in sums[p] for met in offsets_met for o in met):
+        offsets_by_trip = [offsets_after(trips) for trips in range(1, length + 1)]
+        # No earlier chain left partial sums that this one meets: only the own terms are added.
+        if not any(offset in sums[table] for met in offsets_by_trip for offset in met):
             return own_terms
-        # A later chain adds to partial sums, which the loop must index: they are stacked.
-        by_trip = [_joined([take(p, o) for o in met], dim) for met in offsets_met]
+        # The loop's trip is traced, so it cannot index `sums`, a dict: the sums are stacked.
+        by_trip = [_joined([take(table, offset) for offset in met], dim) for met in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
-    terms = {p: terms_by_trip(p, step, offsets) for p, step, offsets in messages}
+    terms = {table: terms_by_trip(table, step, offsets) for table, step, offsets in messages}
 
     def hop(trip, partial_sums):
+        """Returns the partial sums of each table after one hop, with this device's terms added."""
         arrived = {}
-        for p, step, _ in messages:
-            arrived[p] = _send(partial_sums[p], axis_name, routes[p].pairs(step))
-        return {p: jax.tree.map(jnp.add, arrived[p], terms[p](trip)) for p in arrived}
+        for table, step, _ in messages:
+            arrived[table] = _send(partial_sums[table], axis_name, routes[table].pairs(step))
+        return {
+            table: jax.tree.map(jnp.add, message, terms[table](trip))
+            for table, message in arrived.items()
+        }
 
-    first = {p: _joined([take(p, o) for o in offsets], dim) for p, _, offsets in messages}
+    first = {}
+    for table, _, offsets in messages:
+        first[table] = _joined([take(table, offset) for offset in offsets], dim)
     # The carry holds one message for each table, so the loop's memory does not grow with n.
     last = _loop(length, hop, first)
-    for p, step, offsets in messages:
-        for offset, block in zip(offsets, _split(last[p], len(offsets), dim), strict=True):
-            sums[p][routes[p].offset_after(offset, step, length)] = block
+    for table, step, offsets in messages:
+        for offset, block in zip(offsets, _split(last[table], len(offsets), dim), strict=True):
+            sums[table][routes[table].offset_after(offset, step, length)] = block
 
 
 def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
@@ -192,59 +222,70 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Runs a chain of a gather as a loop, backwards: a trip is a hop, then blocks are written.
+    """Returns `result` after a chain of a gather, run backwards as a loop, and updates `copies`.
 
-    The blocks are also stacked, trip by trip, if an earlier round of the table sends them on later.
+    A trip is one hop: each table sends on the blocks that it just received, and the arriving blocks
+    are written. If rounds remain (those before the chain, since a gather runs backwards), they send
+    these blocks again, so all blocks are also kept in stacks: `[length, *block]` for each piece.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
 
-    def offsets_in(p, step, offsets, trip):
-        return [routes[p].offset_after(o, step, length - 1 - trip) for o in offsets]
+    def owners_after(trip, table, step, offsets):
+        """Returns the offsets of the owners of the blocks that arrive in a trip."""
+        # Backwards: the last trip's blocks are those of the chain's first round.
+        return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
-        blocks, stacks, result = carry
-        blocks, stacks = dict(blocks), dict(stacks)
-        for p, step, _ in messages:
-            blocks[p] = _send(blocks[p], axis_name, routes[p].pairs(step, back=True))
-        for p in stacks:
-            stacks[p] = [
-                lax.dynamic_update_index_in_dim(stack, block, trip, 0)
-                for stack, block in zip(stacks[p], blocks[p], strict=True)
+        """Returns the carry after one hop: the last messages, the stacks, and the result."""
+        last_messages, stacks, result = carry
+        arrived = {}
+        for table, step, _ in messages:
+            pairs = routes[table].pairs(step, back=True)
+            arrived[table] = _send(last_messages[table], axis_name, pairs)
+        new_stacks = {}
+        for table, table_stacks in stacks.items():
+            new_stacks[table] = [
+                lax.dynamic_update_index_in_dim(stack, piece, trip, 0)
+                for stack, piece in zip(table_stacks, arrived[table], strict=True)
             ]
-        for p, step, offsets in messages:
-            arrived = _split(blocks[p], len(offsets), dim)
-            for o, block in zip(offsets_in(p, step, offsets, trip), arrived, strict=True):
-                result = write(result, p, routes[p].device_at(me, o), block)
-        return blocks, stacks, result
+        for table, step, offsets in messages:
+            owners = owners_after(trip, table, step, offsets)
+            blocks = _split(arrived[table], len(offsets), dim)
+            for offset, block in zip(owners, blocks, strict=True):
+                result = write(result, table, routes[table].device_at(me, offset), block)
+        return arrived, new_stacks, result
 
-    def empty_stacks(blocks):
-        return [empty_like(jnp.zeros, (length, *block.shape), block) for block in blocks]
+    def empty_stacks(message):
+        return [empty_like(jnp.zeros, (length, *piece.shape), piece) for piece in message]
 
     first = {}
-    for p, step, offsets in messages:
-        first[p] = _joined([copies[p][o] for o in offsets_in(p, step, offsets, -1)], dim)
-    stacks = {p: empty_stacks(blocks) for p, blocks in first.items() if sent_on_later}
+    for table, step, offsets in messages:
+        owners = owners_after(-1, table, step, offsets)
+        first[table] = _joined([copies[table][offset] for offset in owners], dim)
+    stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
-    for p, step, offsets in messages:
-        arrived = {length - 1: last[p]}
+    for table, step, offsets in messages:
+        by_trip = {length - 1: last[table]}
         if sent_on_later:
-            arrived = {trip: [stack[trip] for stack in stacks[p]] for trip in range(length)}
-        for trip, message in arrived.items():
-            blocks = _split(message, len(offsets), dim)
-            copies[p] |= dict(zip(offsets_in(p, step, offsets, trip), blocks, strict=True))
+            by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}
+        for trip, message in by_trip.items():
+            owners = owners_after(trip, table, step, offsets)
+            copies[table] |= dict(zip(owners, _split(message, len(offsets), dim), strict=True))
     return result
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
     """Returns (table, step, offsets of the first round) for each table that sends in a chain."""
     messages = []
-    for p, route in enumerate(routes):
-        messages += [(p, step, offsets) for step, offsets in route.rounds[chain.start].items()]
+    for table, route in enumerate(routes):
+        for step, offsets in route.rounds[chain.start].items():
+            messages.append((table, step, offsets))
     return messages
 
 
 def _loop(length: int, hop, carry):
+    """Returns the carry after `hop(trip, carry)` for each trip."""
     # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and the device
     # numbers that are computed from it too.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
@@ -253,6 +294,7 @@ def _loop(length: int, hop, carry):
 def _joined(blocks, dim: int) -> list:
     """Returns the arrays of a message: small blocks joined into one, large ones without a copy."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
+    # With one block there is nothing to join.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
     return [lax.concatenate(blocks, dim)] if is_joined else blocks
 
@@ -268,16 +310,21 @@ def pieces_of(count: int, nbytes: int) -> int:
 
 
 def _send(message, axis_name, pairs) -> list:
+    """Returns the arrays of the message that arrives, one permute for each."""
     return [send(piece, axis_name, pairs) for piece in message]
 
 
 def empty_like(
     make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """Returns an array to be filled with blocks like `block`, with its replication type."""
+    """Returns an array of this shape, to be overwritten everywhere, with the type of `block`.
+
+    It has the dtype and the varying axes of `block`. `make` gives it contents that nobody reads.
+    """
+    # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
-        # Under vmap JAX 0.10 wants every operand split as the block's mapped dim is. A new array is
-        # not, so it is broadcast from a number of the block.
+        # Under a vmap over a sharded dim, JAX 0.10 requires the same sharding of every operand. A
+        # new array has none, so the array is broadcast from a number of the block, which has it.
         return lax.broadcast(block[(0,) * block.ndim], shape)
     return varying(make(shape, block.dtype), varying_axes(block))
 
@@ -296,8 +343,8 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Stops XLA from joining the blocks of `x` inside the operation that uses them.
 
-    There XLA may fuse a product and a sum for some of the blocks only. The choice depends on the
-    device, so replicas would drift apart.
+    Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
+    blocks depends on the device, so replicas would drift apart.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

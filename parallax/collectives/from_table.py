@@ -1,4 +1,4 @@
-"""Drop-ins for `jax.lax`'s collectives from a table, with their types, gradients and prices.
+"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and prices.
 
 @algorithm
 def direct(n):
@@ -70,9 +70,10 @@ def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algori
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
     """Returns the algorithm of `tables_for(sizes)`, the tables for so many devices on each axis."""
 
-    # Tables are checked when they are made, which takes long for many devices.
+    # Cached, since tables are checked when they are made, which takes long for many devices.
     @functools.lru_cache(maxsize=64)
     def tables_of(sizes: tuple[int, ...]) -> tuple[Route, ...]:
+        """Returns the tables for these numbers of devices along the axes, as a tuple."""
         tables = tables_for(sizes)
         tables = tables if isinstance(tables, tuple) else (tables,)
         _check_side_by_side(name, tables, math.prod(sizes))
@@ -122,6 +123,8 @@ def _prices(tables_of):
     """Returns the rounds of reduce-scatter, all-gather and all-reduce, as `priced` needs them."""
 
     def rounds(block_size, n, itemsize, *, back):
+        """Returns the rounds for a block of `block_size` numbers, of which each table has a
+        share."""
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))
         nbytes = [itemsize * length for _, length in shares if length]
@@ -133,13 +136,14 @@ def _prices(tables_of):
     def gather(size, n, itemsize):
         return rounds(size, n, itemsize, back=True)
 
-    def both(size, n, itemsize):
+    def scatter_and_gather(size, n, itemsize):
         return scatter(size, n, itemsize) + gather(-(-size // devices(n)), n, itemsize)
 
-    return scatter, gather, both
+    return scatter, gather, scatter_and_gather
 
 
 def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
+    """Raises `ValueError` unless all tables have n devices and the same number of rounds."""
     rounds = len(tables[0].rounds)
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
@@ -165,26 +169,27 @@ def messages(
         back: whether the tables run backwards, as a gather.
         added: for each table, the bytes that an arriving block adds to others; by default none.
     """
-    # Over all tables: the hops behind the block that took most, after each round.
+    # After each round, the longest chain of dependent messages so far, over all tables.
     longest = [0, *map(max, zip(*(route.hops(back=back) for route in routes), strict=True))]
-    sides = list(zip(*(route.rounds for route in routes), strict=True))
+    sends_by_round = list(zip(*(route.rounds for route in routes), strict=True))
     rounds = []
-    for number, sends_of_tables in enumerate(reversed(sides) if back else sides):
+    for number, sends_of_tables in enumerate(reversed(sends_by_round) if back else sends_by_round):
         in_round, reduced = [], 0
-        for p, sends in enumerate(sends_of_tables):
+        for table, sends in enumerate(sends_of_tables):
             for step, offsets in sends.items():
                 count = len(offsets)
                 distance = tuple(-s for s in step) if back else step
-                pieces = pieces_of(count, nbytes[p])
-                in_round.append(Message(nbytes[p] * count, distance, pieces))
-                reduced += added[p] * count if added else 0
+                pieces = pieces_of(count, nbytes[table])
+                in_round.append(Message(nbytes[table] * count, distance, pieces))
+                reduced += added[table] * count if added else 0
+        # Otherwise its messages can be sent together with those of an earlier round.
         waits = longest[number + 1] > longest[number]
         rounds.append(Round(1, tuple(in_round), reduced, waits))
     return rounds
 
 
-def _unchanged(ct):
-    return ct
+def _unchanged(cotangent):
+    return cotangent
 
 
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
@@ -195,6 +200,7 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """
 
     def leaf(x):
+        """Returns the sum of one array, typed as invariant along the axis."""
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):
             return x

@@ -1,15 +1,15 @@
 """Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
-They suit gradients, in a quarter of the bytes: use `quantized("data")` for the data axis. Rounding
-harms activations and the sums of a cross-entropy more: a small GPT-2 that sent all of its tensor
-axis so ended with a fifth more loss.
+They suit gradients, which they send in a quarter of the bytes: use `quantized("data")` for the data
+axis. Rounding harms activations and the sums of a cross-entropy more: a small GPT-2 that sent int8
+along its tensor axis ended with a loss 20 % higher.
 
 A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of
 at most 127 in magnitude, and the exponent of s, where s <= a / 64 is a power of two: the format
 MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying by a power of two is exact,
 so the only error is the rounding, at most
 
-    |Q(x) - x| <= a / 127        (or the type's smallest normal number, where that is more)
+    |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
 The rounding error, x - Q(x), is itself exact: `ErrorFeedback` adds it to the next call, so nothing
 is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an infinity or NaN
@@ -21,7 +21,7 @@ gradients' second moment, to which a correction one step later is noise: after 2
 held-out loss was 0.4 % above the exact run's without feedback, and 1.1 % above it with feedback.
 
 Each device quantises its term for device j once and sends it straight to j. Device j adds up in
-float32, quantises the sum and passes that on. So a number is rounded twice for any n. A ring of
+float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
 sum: n/2 times this bound.
 
@@ -31,9 +31,9 @@ sum: n/2 times this bound.
 | `all_gather` | (n - 1) (1 + 1/block_size) S/4 | n - 1 |
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
-With blocks of 32 that is 0.258 of the exact ring's. (float64 sends two bytes an exponent.) A hop is
-one message, of integers and exponents together. Hop k of the reduction spans k devices: as fast as
-a neighbour's on a switch, k links on a bare ring.
+With blocks of 32 these are 0.258 of the exact ring's bytes. (float64 sends two bytes per exponent.)
+A hop is one message, of integers and exponents together. Hop k of the reduction spans k devices: as
+fast as a neighbour's on a switch, k links on a bare ring.
 
 The functions take the types, trees and axes of `ring`'s. The derivative is that of the exact
 function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves of
@@ -66,14 +66,17 @@ from parallax.collectives.types import AxisName, axes, replicated, varying, vary
 Tree = TypeVar("Tree", bound=PyTree)
 
 BLOCK = 32  # MXINT8's
-# -128 is left out: the integers are then the same for x and -x.
+# -128 is not used, so that -x becomes the negated integers of x.
 LARGEST = 127
 
 
 def _from_a_block_on(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
-    """Returns the rounds of `sent`, or those of `exact` for arrays shorter than a block."""
+    """Returns the function for `cost.priced`: the rounds of `sent`, or of `exact` for short arrays.
+
+    Arrays shorter than a block are sent by the function `exact`.
+    """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
         if size < block_size:
@@ -84,6 +87,7 @@ def _from_a_block_on(
 
 
 def _scatters(size, n, itemsize, block_size):
+    """Returns the rounds of the reduction: each device sends n - 1 of its n parts."""
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
     # The sums are in float32 or wider, whatever was sent.
@@ -91,10 +95,12 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
+    """Returns the rounds of the gather of parts of `size` numbers, sent round a ring."""
     return messages([ring.table(n)], [_nbytes(size, itemsize, block_size)], back=True)
 
 
-def _both(size, n, itemsize, block_size):
+def _scatters_and_gathers(size, n, itemsize, block_size):
+    """Returns the rounds of an all-reduce of `size` numbers."""
     part = -(-size // n)
     return [
         *_scatters(size, n, itemsize, block_size),
@@ -108,7 +114,7 @@ def _nbytes(size, itemsize, block_size):
     return size + -(-size // block_size) * exponent
 
 
-@cost.priced(_from_a_block_on(_both, ring.all_reduce), "quantized.all_reduce")
+@cost.priced(_from_a_block_on(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
@@ -253,12 +259,14 @@ class ErrorFeedback:
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
+            """Returns this device's slice of the sum, and `[1, *dims]` of new errors."""
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
             result_error = _finite(total - result.astype(total.dtype))
+            # The own part was not quantised: its only error is that of the result's dtype.
             error = jnp.where(_is_local(error, axis_name), result_error, error)
             error = drop_in.merge_blocks(error.reshape(parts.shape), dim, tiled)
             return result.reshape(parts.shape[1:]), error[None]
@@ -278,16 +286,17 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     finite = jnp.isfinite(peak)
-    # peak < 128 * 2**exponent
+    # `frexp` gives peak < 2**e; the exponent is e - 7, so peak < 128 * 2**exponent.
     exponent = jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7
-    # A smaller exponent would have no power of two in this type, and its inverse would overflow.
+    # For a smaller exponent this type has no normal power of two, and its inverse would overflow.
     exponent = jnp.maximum(exponent, jnp.finfo(x.dtype).minexp)
     scaled = blocks * _power_of_two(-exponent, x.dtype)[..., None]
-    # 127.5 to 128 round to 128, which int8 lacks.
+    # Values from 127.5 to 128 would round to 128, which int8 lacks.
     rounded = jnp.clip(jnp.round(scaled), -LARGEST, LARGEST)
     integers = jnp.where(finite[..., None], rounded, jnp.zeros_like(scaled)).astype(jnp.int8)
     integers = integers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
     code = _code(x.dtype)
+    # The smallest code marks a block that is not finite.
     codes = jnp.where(finite, exponent, jnp.iinfo(code).min).astype(code)
     code_bytes = lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)
     return jnp.concatenate([integers, code_bytes], -1)
@@ -312,7 +321,8 @@ def _all_reduce(x, axis_name, block_size):
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
     total, error = _reduce(flat, axis_name, block_size)
     result, gather_error = _gather(total, axis_name, block_size)
-    # A device's own part is rounded only after the sum, and the others' parts only before it.
+    # A device's own part is rounded only in the gather; its terms for the other parts only before
+    # the sum. So each number has one error.
     error = jnp.where(_is_local(error, axis_name), gather_error[None], error)
     return tuple(y.reshape(-1)[: x.size].reshape(x.shape) for y in (result, error))
 
@@ -333,7 +343,10 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """`[n, size] -> [size], [n, size]`: the sum of the local part, and the other parts' errors."""
+    """Returns the sum over devices of this device's part, and the rounding errors of its terms.
+
+    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0.
+    """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
@@ -346,7 +359,10 @@ def _reduce(parts, axis_name, block_size):
 
 
 def _gather(part, axis_name, block_size):
-    """`[size] -> [n, size], [size]`: all devices' rounded parts, and the own part's error."""
+    """Returns all devices' rounded parts, and the rounding error of the own part.
+
+    The shapes are `[size] -> [n, size], [size]`.
+    """
     if types.axis_size(axis_name) == 1:
         return part[None], jnp.zeros_like(part)
     sent = quantize(part, block_size)
@@ -359,12 +375,15 @@ def _gather(part, axis_name, block_size):
 
 
 def _is_local(parts, axis_name):
-    """Returns which of `[n, size]` is this device's part: `[n, 1]`."""
+    """Returns a mask [n, 1] that is true for this device's part of `parts`, [n, size]."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.axis_index(axis_name)
 
 
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
-    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others."""
+    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
+
+    `more` are trees like `x`, whose leaves are passed too.
+    """
     if block_size < 1:
         raise ValueError(
             f"quantized: block_size must be 1 or more; got {block_size}. The usual size is {BLOCK}."
@@ -395,12 +414,13 @@ def _with(x, error, axis_name):
 
 
 def _blocks(x, block_size):
-    """`[*lead, size] -> [*lead, blocks, block_size]`, with zeros at the end."""
+    """Returns the last dim in blocks, padded with zeros: `[*lead, blocks, block_size]`."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block_size)]
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block_size)
 
 
 def _power_of_two(exponent, dtype):
+    """Returns 2**exponent, exactly."""
     return jnp.ldexp(jnp.ones((), dtype), exponent)
 
 
@@ -410,10 +430,12 @@ def _code(dtype):
 
 
 def _finite(error):
+    """Returns the errors, with 0 for those of blocks that were not finite."""
     return jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
 
 
 def _wide(dtype):
+    """Returns the dtype in which to sum: float32 or wider for floats."""
     return types.accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

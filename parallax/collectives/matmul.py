@@ -1,8 +1,8 @@
 """Matrix products that overlap with their collective, hop by hop.
 
-With a gather before a product, the multipliers wait for the links. Here device i multiplies its
-block while the next ones arrive, from both neighbours at once. In the product before a scatter,
-partial sums travel from both sides towards their owner, and a block's product is added in each hop.
+If a gather ends before its product begins, the multipliers wait for the links. Here a device
+multiplies a block while the next blocks arrive from both neighbours. In a product before a scatter,
+partial sums travel from both sides to their owner, and in each hop a block's product is added.
 The whole gathered operand, or the whole product before the scatter, never exists, neither forward
 nor backward.
 
@@ -47,15 +47,16 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Returns the table of whole blocks that take the nearer side, the farthest first."""
+    """Returns the table in which each block travels along the shorter side, the farthest first."""
     rounds = []
     for h in range(n // 2, 0, -1):
-        # The opposite device is as far on both sides: its block goes one way only.
+        # The opposite device is equally far on both sides: its block goes one way only.
         rounds.append({1: [h], -1: [n - h]} if 2 * h < n else {1: [h]})
     return Route((n,), rounds)
 
 
 def _gathered(size, n, itemsize):
+    """Returns the rounds of `all_gather_matmul` for `size` numbers of `x` on each device."""
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -91,6 +92,7 @@ def all_gather_matmul(
 
 
 def _reduced(size, n, itemsize):
+    """Returns the rounds of `matmul_reduce_scatter` for a product of `size` numbers."""
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 
@@ -138,6 +140,8 @@ def matmul_reduce_scatter(
 # The derivatives are written out, so that their products overlap with their messages too.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _all_gather_matmul(x, weight, axis_name, axis):
+    """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X]."""
+
     def multiply(y, j, block):
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
@@ -150,18 +154,21 @@ def _all_gather_matmul_forward(x, weight, axis_name, axis):
     return _all_gather_matmul(x, weight, axis_name, axis), (x, weight)
 
 
-def _all_gather_matmul_backward(axis_name, axis, residuals, ct):
+def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
+    """Returns the gradients of `x` and of the weight."""
     x, weight = residuals
     # Without the barrier XLA would reuse the forward pass's blocks of `x`, and hold all of them in
     # between.
-    x, ct = lax.optimization_barrier((x, ct))
+    x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
-        return total + _outer(block, _block(ct, j, axis, x.shape[axis]), x.ndim - 1)
+        """Returns the weight's gradient with the term of device j's rows, `block`."""
+        rows = _block(cotangent, j, axis, x.shape[axis])
+        return total + _outer(block, rows, x.ndim - 1)
 
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
-    d_x = _matmul_reduce_scatter(ct, _transposed(weight, 1), axis_name, axis)
+    d_x = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
     return d_x, d_weight
 
 
@@ -170,6 +177,7 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
+    """Returns this device's block, along `dim`, of the sum over devices of `x` times the weight."""
     n = axis_size(axis_name)
 
     def product(j):
@@ -182,18 +190,20 @@ def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
     return _matmul_reduce_scatter(x, weight, axis_name, dim), (x, weight)
 
 
-def _matmul_reduce_scatter_backward(axis_name, dim, residuals, ct):
+def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
+    """Returns the gradients of `x` and of the weight, from one gather of the cotangent."""
     x, weight = residuals
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
-    def multiply_and_add(carry, j, block):
-        y, total = carry
-        y = _put(y, jnp.tensordot(block, transposed, axes=1), j, dim)
-        return y, total + _outer(_block(x, j, dim, ct.shape[dim]), block, batch)
+    def multiply_and_add(gradients, j, block):
+        """Returns both gradients after the terms of device j's block of the cotangent."""
+        d_x, d_weight = gradients
+        d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
+        return d_x, d_weight + _outer(_block(x, j, dim, cotangent.shape[dim]), block, batch)
 
     zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
-    y, total = _as_they_arrive(ct, axis_name, multiply_and_add, zeros)
-    return y, total.astype(weight.dtype)
+    d_x, d_weight = _as_they_arrive(cotangent, axis_name, multiply_and_add, zeros)
+    return d_x, d_weight.astype(weight.dtype)
 
 
 _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
@@ -226,41 +236,46 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 def _alike(x, weight, axis_name):
     """Returns both operands as varying along the axis and along the axes of either of them.
 
-    The transpose of this sums a gradient.
+    The transpose of this cast sums each gradient over the axes that its operand lacked.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
 
 
 def _outer(x, y, batch: int):
-    """`[*batch, D], [*batch, F] -> [D, F]`, summed over the batch in a wide type."""
+    """Returns the outer product summed over the batch: `[*batch, D], [*batch, *F] -> [D, *F]`."""
     dims = list(range(batch))
     kind = accumulation_dtype(x.dtype)
     return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=kind)
 
 
 def _transposed(weight, inputs: int):
-    """`[*inputs, *outputs] -> [*outputs, *inputs]`."""
+    """Returns the weight as `[*outputs, *inputs]`; its first `inputs` dims are the inputs."""
     return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
 
 
 def _block(x, j, dim: int, length: int):
+    """Returns block j of `x` along `dim`, of this length."""
     return lax.dynamic_slice_in_dim(x, j * length, length, dim)
 
 
 def _put(y, block, j, dim: int):
+    """Returns `y` with its block j along `dim` replaced."""
     return lax.dynamic_update_slice_in_dim(y, block, j * block.shape[dim], dim)
 
 
 def _zeros(shape, dtype, like):
+    """Returns zeros that vary along the axes of `like`."""
     return varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
 def _times(shape, dim: int, n: int):
+    """Returns a shape whose dim `dim` is n times as long."""
     return (*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
+    """Raises `ValueError` if the dim is the last one, which the product sums over or makes."""
     if dim == len(shape) - 1:
         raise ValueError(
             f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the "

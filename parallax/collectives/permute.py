@@ -1,4 +1,4 @@
-"""One hop: a `ppermute` along one axis or several, whose devices count in row-major order."""
+"""One hop: a `ppermute` along one axis, or along several with devices in row-major order."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,7 @@ from parallax.collectives.types import AxisName, axes, axis_size
 
 
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
+    """Returns the only round of `send_next`, for `cost`."""
     return [Round(1, (Message(size * itemsize, (distance,)),))]
 
 
@@ -41,6 +42,7 @@ def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
         return names, list(range(axis_size(names)))
     mesh_names = jax.sharding.get_abstract_mesh().axis_names
     ordered = tuple(sorted(names, key=mesh_names.index))
+    # The devices by their numbers along `names`, listed in the mesh's order, then inverted.
     devices = np.arange(axis_size(names)).reshape([lax.axis_size(name) for name in names])
     in_mesh_order = devices.transpose([names.index(name) for name in ordered]).reshape(-1)
     return ordered, np.argsort(in_mesh_order).tolist()

@@ -30,16 +30,21 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
-    """Returns (from, to) of each hop. Devices beyond a power of two send to the front, and wait."""
-    count = n.bit_length() - 1
+    """Returns the pairs (sender, receiver) of each hop.
+
+    Unless n is a power of two p, the devices from p on send their terms to the first ones, wait,
+    and receive the result in a last hop.
+    """
+    count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
     exchanges = [[(i, i ^ 2**k) for i in range(2**count)] for k in range(count)]
     return [folded, *exchanges, [(j, i) for i, j in folded]] if folded else exchanges
 
 
 def _messages(size, n, itemsize):
+    """Returns the rounds of messages of `_all_reduce`, for `cost`: each carries the whole array."""
     hops, nbytes = _hops_of(devices(n)), size * itemsize
-    is_folded = devices(n) & (devices(n) - 1)
+    is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
     rounds = []
     for number, pairs in enumerate(hops):
         # The last hop of a folded exchange hands out the result, and adds nothing.
@@ -64,10 +69,12 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
+    """Returns the sum of one array over the devices, on every device."""
     n = types.axis_size(axis_name)
     # With fixed terms, the sums are the same bits however often XLA computes them.
     x = pin_bits(x)
     hops, results = _hops_of(n), []
+    # n is no power of two: the first hop folds the last devices in, the last one sends the result.
     if n & (n - 1):
         folded, *hops, results = hops
         x = x + send(x, axis_name, folded)
@@ -82,9 +89,11 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
 
 
 def _as_sent(x):
-    """Returns `x` in the precision of its type.
+    """Returns `x` rounded to the precision of its type, as the partner receives it.
 
-    XLA may keep the sum of 16-bit floats in 32 bits, and send 16.
+    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of them. Then a device would
+    add another number than its partner received, and replicas would differ. A cast to the type that
+    `x` has already would be removed; `reduce_precision` is not.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

@@ -2,7 +2,7 @@
 
 Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o
 further on. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight. Offsets and
-steps are points of the box, added dim by dim; plain numbers serve where the box has one dim. A
+steps are points of the box, added dim by dim; in a box of one dim, plain numbers may be used. A
 *round* is {step: offsets}: it sends those blocks to the device `step` further on, where offset o
 becomes o - step. The messages of a round do not wait for each other. Blocks of one step form one
 message.
@@ -25,8 +25,8 @@ All four blocks move at once, each to the next device. As a gather, backwards, d
 block to 3, 3 sends it to 2, and 2 sends it to 1.
 
 All devices do the same, each from its own place, so every message of a step goes equally far. A
-collective in which the distance depends on the device is no `Route` (Swing: De Sensi et al., NSDI
-2024, where odd and even devices send in opposite directions).
+collective in which the distance depends on the device is no `Route`. An example is Swing (De Sensi
+et al., NSDI 2024), in which odd and even devices send in opposite directions.
 """
 
 import csv
@@ -60,8 +60,8 @@ class Route:
             numbers. A step may go back: -1 for n - 1.
 
     Raises:
-        ValueError: a block is sent twice, arrives where it was sent away, or never reaches its
-            owner; or a point is outside the box.
+        ValueError: a block is sent twice, arrives at an offset whose block was sent already, or
+            never reaches its owner; or a point is outside the box.
     """
 
     shape: Point
@@ -147,6 +147,8 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
+    """Returns, after each round, the length of the longest chain of dependent messages so far."""
+    # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}
     longest = [0]
     for sends in reversed(route.rounds) if back else route.rounds:
@@ -154,6 +156,7 @@ def _hops(route: Route, back: bool) -> list[int]:
         for step, offsets in sends.items():
             after = [route.offset_after(o, step) for o in offsets]
             leaving, arriving = (after, offsets) if back else (offsets, after)
+            # The message leaves after the last of its blocks has arrived.
             hops = 1 + max((hops_behind.get(o, 0) for o in leaving), default=0)
             arrivals += [(o, hops) for o in arriving]
         # Counted after the round: its messages do not wait for each other.
@@ -166,14 +169,15 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each term reaches its owner exactly once.
 
-    That holds if every block but the own one is sent once, after all that is added to it arrived.
+    That holds if every block except a device's own is sent once, and nothing is added to it after
+    it was sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
             "Route needs a box of one dim or more, of 1 or more devices each; got shape "
             f"{route.shape}."
         )
-    sent: dict[Point, int] = {}
+    sent: dict[Point, int] = {}  # by offset: the round in which that block was sent
     for r, sends in enumerate(route.rounds):
         arrivals = {}
         for step, offsets in sends.items():
@@ -200,6 +204,7 @@ def _check(route: Route) -> None:
 
 
 def _check_step(route: Route, step: Point, r: int) -> None:
+    """Raises `ValueError` if the step of round r is outside the box."""
     box = route.shape
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:
@@ -209,6 +214,10 @@ def _check_step(route: Route, step: Point, r: int) -> None:
 
 
 def _check_sendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -> None:
+    """Raises `ValueError` if the block at offset `o` cannot be sent in round r.
+
+    `sent` holds the round in which each block was sent before.
+    """
     box, problem = route.shape, ""
     if len(o) != len(box) or any(not 0 <= at < size for at, size in zip(o, box, strict=True)):
         problem = f", which is no point of the box {box}. Offsets run from 0 to the dim's size - 1."

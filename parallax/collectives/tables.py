@@ -2,7 +2,7 @@
 
 `ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it.
 
-For n devices; a *message* is the data that a device sends to one other at once:
+The table below is for n devices. A *message* is the data that a device sends to another at once.
 
 | algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
@@ -15,9 +15,9 @@ For n devices; a *message* is the data that a device sends to one other at once:
 | `machines(g)` | g - 1 inside, n/g - 1 between machines | n/g + g - 2 | n - 1 (n/g - 1 leave) |
 | `torus` on a x b .. | k (a + b .. - k), of 1/k block | k (max(a, b ..) - 1) | n - 1 |
 
-A block has 1/n of the array's bytes. An all-gather sends the same backwards, and an all-reduce is
-one after the other. Blocks of more than `execute.JOINED` bytes are sent as one permute each, side
-by side: joining them would take longer.
+A block has 1/n of the array's bytes. An all-gather sends the same messages backwards, and an
+all-reduce is a reduce-scatter and then an all-gather. Blocks of more than `execute.JOINED` bytes
+are sent as one permute each: joining them would take longer.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
 al., Collective communication: theory, practice, and experience (2007), for two; Bruck et al.,
@@ -59,12 +59,12 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps the nearest 1/`by` of its blocks, and sends the others.
 
-    They travel as far as the kept blocks reach, in `by` - 1 messages. With by=2 no table of one
-    message per round has fewer rounds, for any n.
+    The sent blocks leave in `by` - 1 messages, and each lands on an offset that is kept. With by=2
+    no table of one message per round has fewer rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
-        # Rounded up, so that the sent blocks land on offsets that are still held.
+        # Rounded up: the offsets from `near` on are sent, and land on the offsets below `near`.
         near = -(-remaining // by)
         distances = range(near, remaining, near)
         rounds.append({far: range(far, min(far + near, remaining)) for far in distances})
@@ -74,7 +74,10 @@ def halving(n: int, by: int = 2) -> Route:
 
 @functools.cache
 def halving_by(by: int) -> Algorithm:
-    """Returns `halving` by another number: by 4, three messages per round and half the rounds."""
+    """Returns `halving` that keeps 1/`by` of its blocks in a round.
+
+    With by=4 a round has three messages, and there are half as many rounds.
+    """
     return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 
 
@@ -96,14 +99,15 @@ def pairs(n: int) -> Route:
 
 @functools.cache
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Returns machines of `g` devices: a ring inside each, then `between` them another algorithm.
+    """Returns a ring inside each machine of `g` devices, then the algorithm `between` machines.
 
-    n/g - 1 blocks of each device leave its machine; of a ring over all devices, (n - 1)/g do. With
-    `halving` between many machines there are few rounds. Its functions raise `ValueError` unless g
-    divides n.
+    n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
+    per device would leave it. With `halving` between many machines there are few rounds. Its
+    functions raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
+        """Returns the table over the box [machines, devices of a machine]."""
         if n % g:
             raise ValueError(
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
@@ -125,7 +129,7 @@ def hierarchical(*sizes: int) -> Route:
 def torus(*sizes: int) -> tuple[Route, ...]:
     """All axes carry a share at the same time: part k goes round axis k, then the next ones."""
     longest, axes = max(sizes), range(len(sizes))
-    # Empty rounds let all parts change axes together.
+    # Shorter rings get empty rounds, so that all parts change to their next axis together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
     return tuple(product(rings, [*axes[k:], *axes[:k]]) for k in axes)
 
@@ -138,11 +142,12 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """
     rounds = []
     for turn, k in enumerate(order):
+        # For each route, the offsets that blocks still have: only home, if it ran before.
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
         homes = [[route.home] for route in routes]
-        # A message takes along all blocks that differ only along boxes that come later.
+        # A message carries all blocks that differ only along the boxes of routes that run later.
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():

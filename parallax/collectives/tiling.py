@@ -1,10 +1,9 @@
-"""Reduce-scatter, all-gather and all-reduce of one array by routes, on slices along one of its
-dims.
+"""Reduce-scatter, all-gather and all-reduce of one array by routes, on slices along one dim.
 
-A TPU stores an array of two dims or more in tiles of 8 x 128 numbers, and flattening copies it: an
-all-reduce of 105 MB on v5e takes 10.3 ms flattened and 5.0 ms on slices, by its compiler's own
-cycles. So blocks are slices that are read in place and written once. An array without a fitting dim
-is sent as a padded vector.
+A TPU stores an array of two dims or more in tiles of 8 x 128 numbers, so flattening copies the
+array. By the cycles of its compiler, an all-reduce of 105 MB on v5e takes 10.3 ms flattened and
+5.0 ms on slices. So blocks are slices that are read in place and written once. An array without a
+fitting dim is sent as a padded vector.
 """
 
 import itertools
@@ -18,13 +17,16 @@ from parallax.collectives.route import Point
 
 
 def all_reduce_array(x, routes, axis_name):
-    """Returns the sum; each block, along a dim of `x` or of its vector, is added on one device."""
+    """Returns the sum over devices of `x`, the same bits on every device.
+
+    Each of the n blocks, along a dim of `x` or of its vector, is summed on one device only.
+    """
     n, parts = routes[0].n, len(routes)
     # The first dim that fits: slices along an outer dim are contiguous in memory.
     dim = next((dim for dim in range(x.ndim) if _keeps_tiles(x.shape, dim, n * parts)), None)
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
-    # Rows of 128 numbers must divide among all parts of all devices; single numbers need not.
+    # Rows of 128 numbers, which very large arrays need, must divide among all parts of all devices.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -57,43 +59,50 @@ def all_gather_array(x, dim: int, routes, axis_name):
 
 
 def shares_of(length: int, parts: int) -> list[tuple[int, int]]:
-    """Returns (start, length) of each of so many parts; the first are one longer if need be."""
-    lengths = [length // parts + (p < length % parts) for p in range(parts)]
+    """Returns (start, length) of each part of a dim; the first parts may be longer by one."""
+    lengths = [length // parts + (part < length % parts) for part in range(parts)]
     return list(zip(itertools.accumulate(lengths, initial=0), lengths, strict=False))
 
 
 def _all_reduce_slices(x, dim: int, routes, axis_name):
+    """Returns the sum over devices of `x`, whose slices along `dim` are the blocks."""
     blocks = _scatter_slices(x, dim, routes, axis_name)
     # The sums are sent and kept: without a guard, XLA may recompute the copy that is kept.
     return _gather_slices([pin_bits(block) for block in blocks], dim, routes, axis_name)
 
 
 def _scatter_slices(x, dim: int, routes, axis_name) -> list:
+    """Returns the sum over devices of this device's slice along `dim`, in a share per route."""
     length = x.shape[dim] // routes[0].n
     shares = shares_of(length, len(routes))
 
-    def slice_of(p, device):
-        start, share_length = shares[p]
+    def slice_of(table, device):
+        """Returns this device's term for a device's slice, in the share of one table."""
+        start, share_length = shares[table]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
     return scatter(routes, slice_of, axis_name, dim=dim)
 
 
 def _gather_slices(blocks, dim: int, routes, axis_name):
+    """Returns all devices' slices joined along `dim`, from this device's shares, one per route."""
     length = sum(block.shape[dim] for block in blocks)
     shares = shares_of(length, len(routes))
 
-    def write(result, p, device, block):
-        return lax.dynamic_update_slice_in_dim(result, block, device * length + shares[p][0], dim)
+    def write(result, table, device, block):
+        """Returns the result with the share of a device's slice that one table carries."""
+        start = device * length + shares[table][0]
+        return lax.dynamic_update_slice_in_dim(result, block, start, dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
-    # Every place of it is written, so no pass over memory is spent on zeros.
+    # Every place is written later, so no time is spent on zeros.
     empty = empty_like(lax.empty, shape, blocks[0])
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 
 def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
     """Returns whether n slices along `dim` are whole tiles of 8 x 128 (in the last two dims)."""
+    # The last dim must divide by 128, the one before it by 8, and earlier dims by 1.
     unit = {1: 128, 2: 8}.get(len(shape) - dim, 1)
     return len(shape) > 1 and shape[dim] % (n * unit) == 0
 
@@ -116,4 +125,5 @@ def _as_vector(x, dim: int):
 
 
 def _from_vector(x, shape: Point, dim: int):
+    """Returns the array of this shape from `_as_vector` of it."""
     return jnp.moveaxis(x.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), 0, dim)

@@ -3,9 +3,9 @@
     link = tuning.fit(mesh, "data")          # alpha, beta, gamma, for the formulas of `cost`
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
-The model selects the functions that are raced, and the race decides. All processes of the mesh must
-call these functions together, and all get the same result: of each time, the slowest process's
-counts.
+The formulas of `cost` select the functions that are raced, and the race decides. All processes of
+the mesh must call these functions together. All get the same result: each time is that of the
+slowest process.
 """
 
 import functools
@@ -39,7 +39,13 @@ REFINED = 2
 
 
 def exact(n: Sizes) -> list[Callable[..., Any]]:
-    """Returns every all-reduce that sends no rounded numbers, for one axis or several."""
+    """Returns the library's all-reduces that send numbers without rounding (not the int8 ones).
+
+    XLA's own `lax.psum` is not among them, since no formula predicts its time.
+
+    Args:
+        n: the devices on the axis, or a tuple with the devices on each of several axes.
+    """
     algorithms = [ring, two_rings, halving, doubling]
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
@@ -62,7 +68,8 @@ def fastest(
         nbytes: the bytes of the array on each device.
         n: the devices on the axis, or on each of several.
         link: the link of that axis.
-        among: the functions to choose from; `exact(n)` by default. Of equals, the first is taken.
+        among: the functions to choose from; `exact(n)` by default. If two are equally fast, the
+            first is taken.
         itemsize: the bytes of a number.
 
     Raises:
@@ -80,11 +87,11 @@ def fit(
 ) -> Link:
     """Returns the `Link` of one axis of `mesh`, fitted to the measured times of five collectives.
 
-    They are one hop, a ring and two rings that pass on, a ring that adds, and an exchange of all
-    bytes. The fit has the least sum of relative differences, over arrays of `sizes` bytes per
-    device, with no term below zero. `Link.error` is the median difference that remains. It is not
-    zero, since a hop's time has a bend where messages outgrow a cache. It takes some seconds, most
-    of them to compile.
+    The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
+    and an all-reduce by recursive doubling. The fit has the least sum of relative differences, over
+    arrays of `sizes` bytes per device, with no term below zero. `Link.error` is the median
+    difference that remains. It is not zero, since a hop takes longer per byte once messages outgrow
+    a cache. `fit` takes some seconds, most of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
@@ -113,15 +120,16 @@ def fit(
 def _call(
     f: Callable[..., Any], count: int, axis_name: AxisName, options: dict[str, Any], x: Array
 ) -> Array:
+    """Returns `f` of the first `count` numbers of `x`."""
     return f(x[:count], axis_name, **options)
 
 
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
 
-    No term is below 0. A sum of differences, unlike one of squares, gives no more weight to a time
-    that a busy machine spoilt. It is minimised by weighted least squares (Weiszfeld's iteration),
-    for every choice of the terms that are not 0.
+    No term is below 0. A sum of squares would give too much weight to a time that a busy machine
+    made longer, so absolute differences are summed. Their sum is minimised by weighted least
+    squares (Weiszfeld's iteration), for every choice of the terms that are not 0.
     """
     best, link = math.inf, Link(0.0, 0.0)
     for one_port, count in itertools.product((False, True), range(1, 5)):
@@ -133,10 +141,11 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
         for used in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
             rates[used] = _least_absolute(relative[:, used] / scale[used]) / scale[used]
-            left = np.abs(relative @ rates - 1)
-            if rates.min() >= 0 and left.sum() < best:
-                best = left.sum()
-                link = Link(*map(float, rates), one_port=one_port, error=float(np.median(left)))
+            differences = np.abs(relative @ rates - 1)
+            if rates.min() >= 0 and differences.sum() < best:
+                best = differences.sum()
+                error = float(np.median(differences))
+                link = Link(*map(float, rates), one_port=one_port, error=error)
     return link
 
 
@@ -145,7 +154,8 @@ def _least_absolute(terms: np.ndarray) -> np.ndarray:
     weights = np.ones(len(terms))
     for _ in range(30):
         x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
-        # A square times this weight is the difference itself; 1e-6 keeps it from dividing by 0.
+        # A square weighted by 1 / |difference| counts as |difference|. The weights are square
+        # roots, since `lstsq` squares them. 1e-6 prevents a division by 0.
         weights = np.maximum(np.abs(terms @ x - 1), 1e-6) ** -0.5
     return x
 
@@ -166,12 +176,19 @@ class Choice(NamedTuple):
 
         Between two sizes of the race, the logarithm of the time is interpolated.
         """
-        at = math.log(max(nbytes, 1))
-        raced = [math.log(size) for size in self.sizes]
-        return min(self.times, key=lambda f: np.interp(at, raced, np.log(self.times[f])))
+        log_nbytes = math.log(max(nbytes, 1))
+        log_sizes = [math.log(size) for size in self.sizes]
+
+        def log_seconds(function):
+            return np.interp(log_nbytes, log_sizes, np.log(self.times[function]))
+
+        return min(self.times, key=log_seconds)
 
     def crossings(self) -> tuple[int, ...]:
-        """Returns the sizes halfway, in the logarithm, between two with different winners."""
+        """Returns a size between each two neighbouring sizes with different winners.
+
+        It is their geometric mean, rounded down to whole float32 numbers.
+        """
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
@@ -181,7 +198,7 @@ class Choice(NamedTuple):
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
         """Returns the choice with the seconds `measured` at more sizes.
 
-        They are those of the first function at each size, then those of the next function.
+        `measured` lists the seconds of the first function at each size, then those of the next.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
@@ -202,10 +219,11 @@ def auto(
 ) -> tuple[Algorithm, str]:
     """Returns an algorithm whose all-reduce is the fastest at each size, and the reasons.
 
-    For each axis it calls `fit`, then races `lax.psum`, which has no formula, with the functions
-    that the model ranks first or second at one of the sizes. Twice it adds sizes halfway between
-    those with different winners. The choice depends on the bytes of each leaf and is made at trace
-    time, so it costs nothing in the step. Other axes, and the other collectives, use `jax.lax`.
+    For each axis it calls `fit`, then races `lax.psum`, which has no formula, against the functions
+    that the formulas rank first or second at one of the sizes. Twice it adds the sizes of
+    `Choice.crossings`, and measures there too. The choice depends on the bytes of each leaf and is
+    made at trace time, so it costs nothing in the step. Other axes, and the other collectives, use
+    `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -235,6 +253,7 @@ def auto(
     report.append("Any other axis: lax.psum, not measured.")
 
     def all_reduce(x, axis_name):
+        """Returns the sum over devices of each leaf, by the fastest function for its bytes."""
         choice = choices.get(tuple(sorted(axes(axis_name))))
         if choice is None:
             return lax.psum(x, axis_name)
@@ -264,7 +283,7 @@ def _predicted(
 def _worth_a_race(
     rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
 ) -> list[Callable[..., Any]]:
-    """Returns the functions that the model ranks first at a size, then those second at one."""
+    """Returns the functions ranked first at one of the sizes, then those ranked second at one."""
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
     firsts, seconds = ([f for order in ranked for f in order[k : k + 1]] for k in (0, 1))
@@ -277,8 +296,8 @@ def measure(
     """Returns the median seconds of each call.
 
     A call is a function of local blocks, and the bytes of its float32 array on each device. The
-    calls take turns, so that a machine that becomes slower does so for all. The time is that of the
-    slowest process.
+    calls take turns, so that a machine that becomes slower does so for all calls. Each time is that
+    of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
 
@@ -343,15 +362,18 @@ def _report(
 
 
 def _bytes(count: int) -> str:
+    """Returns a number of bytes as text, such as `64 kB`."""
     power = min(max(count.bit_length() - 1, 0) // 10, 3)
     return f"{count / 1024**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
+    """Returns the devices on the axis, or on each of several axes."""
     if isinstance(axis_name, tuple):
         return tuple(mesh.shape[name] for name in axis_name)
     return mesh.shape[axis_name]
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:
+    """Returns the devices on all axes together."""
     return math.prod(mesh.shape[name] for name in axes(axis_name))

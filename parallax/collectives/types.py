@@ -4,11 +4,11 @@ Inside `shard_map` each value is typed as varying or invariant along each mesh a
 goes from invariant to varying only. So the result of a ring that is written with `ppermute` could
 never leave the map under `out_specs=P()`, and JAX would derive its transpose hop by hop.
 
-Three primitives mend that. `replicated` declares a value invariant. `terms_p` hands out the terms
-of an unreduced value. `linear` pairs a linear function with its transpose, as
+Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
+its own term of an unreduced value. `linear` pairs a linear function with its transpose, as
 `jax.custom_derivatives.linear_call` does, and has a batching rule too.
 
-This is the only file that touches what JAX does not document: types, and the state of
+This is the only file that uses undocumented parts of JAX: types, and the state of
 `jax.distributed`.
 """
 
@@ -53,7 +53,7 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 def axes_of_type(aval: Any) -> tuple[str, ...]:
     """Returns `varying_axes` for an abstract type, as traced programs hold it.
 
-    Raises as it does.
+    It raises the same error.
     """
     try:
         return tuple(sorted(aval.mat.varying))
@@ -62,7 +62,7 @@ def axes_of_type(aval: Any) -> tuple[str, ...]:
 
 
 def varying(x: Tree, axis_name: AxisName) -> Tree:
-    """Returns the tree `x` typed as varying along `axis_name`: the values stay.
+    """Returns the tree `x` typed as varying along `axis_name`, with the same values.
 
     This is `lax.pcast(..., to="varying")` for Equinox trees; leaves that vary already are accepted.
     Its transpose is a `psum` over the axes that were added.
@@ -73,6 +73,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """
 
     def leaf(x):
+        """Returns one leaf, cast along the axes along which it does not vary yet."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
@@ -124,6 +125,7 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
 
 def _terms_type(x, *, axis):
+    """Returns the type of `x` with `axis` moved from the unreduced to the varying axes."""
     # `mat` is JAX's manual axis type, which `jax.typeof` shows and no public function makes.
     mat = x.mat
     unreduced = mat.unreduced - {axis}
@@ -187,7 +189,7 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns `x` with each leaf varying where the same leaf of `reference` varies.
+    """Returns `x` with each leaf varying along the axes of the same leaf of `reference`.
 
     A loop needs this for its first carry, whose type must be that of the later ones.
     """
@@ -204,6 +206,7 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
 
 
 def _replicated_type(x, *, axes):
+    """Returns the type of `x` without `axes` among its varying axes."""
     try:
         return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
     except AttributeError as error:
@@ -273,17 +276,21 @@ def _linear_impl(x, *, forward, backward, name):
 
 
 def _linear_type(x, *, forward, backward, name):
-    # Traced to find the type: the replication type of a collective follows from its operations.
+    """Returns the type of `forward(x)`."""
+    # `forward` is traced, since the replication type of its result follows from its operations.
     return jax.make_jaxpr(forward)(x).out_avals[0]
 
 
-def _linear_transpose(ct, x, *, forward, backward, name):
-    return [linear_p.bind(ct, forward=backward, backward=forward, name="")]
+def _linear_transpose(cotangent, x, *, forward, backward, name):
+    """Returns the cotangent of `x`: `backward`, which is itself linear with transpose `forward`."""
+    return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
 def _batched(arguments, dims, *, forward, backward, name):
+    """Returns the result under `vmap`, with the batch in its first dim."""
     (x,), (dim,) = arguments, dims
-    # The cotangent comes with its batch dim in front, and must leave with that of the operand.
+    # The result has its batch dim in front, so the cotangent arrives with it there; the cotangent
+    # of the operand must have it at `dim`, as the operand has.
     forward, backward = jax.vmap(forward, in_axes=dim), jax.vmap(backward, out_axes=dim)
     return linear_p.bind(x, forward=forward, backward=backward, name=name), 0
 
@@ -312,12 +319,20 @@ def linear_collective(
     """
 
     def on_varying(function, state):
+        """Returns `function` with its result declared as `state` along `axis_name`."""
+
         def typed(x):
+            """Returns `function` of `x` typed as varying, with the states of its result declared.
+
+            Along other axes the result has the states of `x`: `function` is linear and sends
+            nothing along them, so terms of a sum give terms, and equal values give equal ones.
+            """
             states = reduction_state(x)
-            elsewhere = {name: states[name] for name in states if name not in axes(axis_name)}
-            inside = dict.fromkeys((*axes(axis_name), *elsewhere), "varying")
-            after = {**elsewhere, **dict.fromkeys(axes(axis_name), state)}
-            return cast_unchecked(function(cast_unchecked(x, inside)), after)
+            other_states = {name: states[name] for name in states if name not in axes(axis_name)}
+            # JAX does not index arrays that are unreduced or reduced along any axis.
+            varying_everywhere = dict.fromkeys((*axes(axis_name), *other_states), "varying")
+            result_states = {**other_states, **dict.fromkeys(axes(axis_name), state)}
+            return cast_unchecked(function(cast_unchecked(x, varying_everywhere)), result_states)
 
         return typed
 
@@ -367,6 +382,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
+    """Returns the `reduction_state` of `x` along these axes only."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 

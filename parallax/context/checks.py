@@ -14,7 +14,7 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-# The first parts of the names of primitives that send
+# Each primitive that sends has a name that begins with one of these.
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
 
 
@@ -27,6 +27,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
     names = set(axes(Axis.of(axis).names))
 
     def wrapped(*arguments):
+        """Returns the result of `layers`, after the check of their trace."""
         arrays, static = eqx.partition(arguments, is_array)
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
@@ -45,8 +46,15 @@ def check_places(
 ) -> None:
     """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
 
-    It is traced to find that out: no result depends on `positions`, and two counts are compared.
-    Attention to all tokens compares none.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
+    refused if no result depends on `positions` and two counts are compared. Attention without a
+    mask compares none, so it passes.
+
+    Args:
+        attend: the attention function.
+        arrays: its arguments (q, k, v).
+        known: its options, with `positions`.
+        tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]
 
@@ -55,9 +63,8 @@ def check_places(
 
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
-    if not (_reached(opened, {*opened.invars}) & set(opened.outvars)) and _compares_counts(
-        opened, {}
-    ):
+    uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
+    if not uses_positions and _compares_counts(opened, {}):
         raise ValueError(
             "context.gathered: attend ignores positions=, and masks by its own count of queries "
             f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
@@ -78,7 +85,7 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
 
-    `counts` are those of its arguments.
+    `counts` holds, for each argument of the program, the ids of the counts that it depends on.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -102,23 +109,33 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     return False
 
 
-MOST_TOKENS = 4096  # of which tables [tokens, tokens] are computed where chunks are shorter
+# The most tokens for which `check_kernel` computes a table [tokens, tokens], unless a chunk is
+# longer.
+MOST_TOKENS = 4096
 
 
 def check_kernel(
     forward: Callable[..., Any], q: Any, chunks: int, devices: int, *, causal: bool
 ) -> None:
-    """Raises `ValueError` where a kernel's scores depend on distances between tokens: a window,
-    ALiBi.
+    """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    `attention` calls a kernel on one chunk of the tokens and does not tell its place. The kernel is
-    traced on one head, and the tables [T, T] that it makes of counts alone are computed. One that
-    is not constant on each side of the diagonal depends on distances. Tables that a loop makes, and
-    those inside a Pallas kernel, are not seen.
+    A window and ALiBi are examples. `attention` calls a kernel on one chunk of the tokens without
+    the chunk's place, so such scores would be wrong. The kernel is traced on one head, and its
+    tables [T, T] that do not depend on q, k and v are computed. A table that is not constant on
+    each side of its diagonal depends on distances. Tables made in a loop or inside a Pallas kernel
+    are not found.
+
+    Args:
+        forward: the kernel's function.
+        q: the queries of a device, [B, T, H, K].
+        chunks: the chunks of a device.
+        devices: the devices along the context axis.
+        causal: whether the attention is causal.
     """
     chunk, width = q.shape[1] // chunks, q.shape[-1]
     tokens = chunk * max(1, min(chunks * devices, MOST_TOKENS // chunk))
-    tokens *= 2 if tokens == width else 1  # so that the sizes tell which dims are tokens
+    # Dims of tokens are recognised by their size, so it must differ from the head width.
+    tokens *= 2 if tokens == width else 1
     one_head = jax.ShapeDtypeStruct((1, tokens, 1, width), q.dtype)
 
     def scores(q, k, v):
@@ -126,7 +143,8 @@ def check_kernel(
 
     try:
         program = jax.make_jaxpr(scores)(one_head, one_head, one_head)
-    except (TypeError, ValueError):  # of fixed sizes: what is wrong with it, its own trace says
+    except (TypeError, ValueError):
+        # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
         return
     for table in _counted_tables(program, tokens) if tokens > 1 else ():
         if not _is_causal(table):
@@ -139,9 +157,12 @@ def check_kernel(
 
 
 def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the arrays that a program makes without its arguments and combines with them, of
-    which two dims are `tokens`; each as [tokens, tokens, other]."""
+    """Returns the tables that a program combines with its arguments, but makes without them.
+
+    Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
+    """
     jaxpr = program.jaxpr
+    # A value that varies along a mesh axis depends on the device, so it cannot be computed here.
     varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
     tables, inside = [], []
@@ -160,6 +181,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
             inside += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inside
+    # The equations that do not depend on the arguments are enough to compute the tables.
     counted = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
         jaxpr.replace(outvars=tables, eqns=counted, effects=frozenset()), program.consts
@@ -195,9 +217,9 @@ def _equations(program: Any) -> Iterator[Any]:
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:
-    """Returns whether an equation sends something along no axes but these.
+    """Returns whether an equation sends data along these axes, and along no other axis.
 
-    A gather of weights (ZeRO-3) may go over them and the data axis, and is no attention.
+    A gather of weights (ZeRO-3) may go over these axes and the data axis: that is no attention.
     """
     if not eqn.primitive.name.startswith(_SENDS):
         return False
@@ -268,15 +290,15 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
 
 
 def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[..., Any]:
-    """Returns `attend(q, k, v)`, which refuses keys that are not those of a device's queries.
+    """Returns `attend(q, k, v)` with a check that a device has the key heads of its query heads.
 
-    Where heads are split over a tensor axis, each device needs the keys of its own queries.
+    If heads are split over a tensor axis, each device needs the keys of its own queries.
 
     Args:
         attend: `attention`, `ulysses` or `gathered` over an axis.
-        heads: those of the whole model, of queries and of keys.
+        heads: the number of query heads and of key heads of the whole model.
 
-    The function raises `ValueError` where a device has the keys of another number of groups.
+    The function raises `ValueError` if a device has another number of key heads than it needs.
     """
 
     def wrapped(q, k, v, **options):
@@ -287,7 +309,10 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 
 
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
-    """Raises `ValueError` if a device has other heads of keys than its queries need."""
+    """Raises `ValueError` if a device with H query heads needs another number than G key heads.
+
+    `heads` are the numbers of query heads and of key heads of the whole model.
+    """
     whole, groups = heads
     if whole % groups or whole % H:
         raise ValueError(
@@ -295,7 +320,7 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
             f"the second, and of the {H} heads of queries that a device has; got ({whole}, "
             f"{groups})."
         )
-    group = whole // groups  # heads of queries that share a head of keys
+    group = whole // groups  # the number of query heads that share a key head
     needed = max(1, H // group)
     cuts_a_group = H % group and group % H
     if needed != G or cuts_a_group:

@@ -2,7 +2,7 @@
 
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
 
-A device sends n - 1 times its keys and values, and has room for all of them.
+A device sends its keys and values n - 1 times, and needs memory for those of all devices.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def gathered(
 ) -> Callable[..., Any]:
     """Returns attention of this device's queries to all keys and values, which it gathers.
 
-    It takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each, and calls `attend(q, k, v,
-    positions=(of q, of k))` with the keys of whole sequences [B, T, G, K] in their order. If there
-    are segments, `attend` takes `segments=(of q, of k)` too.
+    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. It calls
+    `attend(q, k, v, positions=(of q, of k))` with the keys of whole sequences, [B, T, G, K], in
+    their order. If there are segments, it passes `segments=(of q, of k)` too.
 
     A device computes T / n queries to T keys: twice what causal attention needs. Backward, the
     gradients of keys and values are scattered, in `q`'s type.
@@ -40,6 +40,7 @@ def gathered(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
+        """Returns the attention of this device's queries, [B, T_X, H, K]."""
         check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
         in_order, _ = sequence_order(tokens, n, order)
@@ -48,6 +49,7 @@ def gathered(
         options: dict[str, Any] = {}
         if segments is not None:
             options["segments"] = segments, whole_segments(segments, q, axis, in_order)
+        # The keys were put in the order of the sequence, so theirs are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
         if n > 1:
@@ -58,7 +60,8 @@ def gathered(
 
 
 def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, Array]:
-    """Returns all three, varying along the axis and along the axes of any of them."""
+    """Returns all three arrays, typed as varying along the axis and along the axes of each
+    other."""
     return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
 
 
@@ -68,16 +71,17 @@ def _gather(x: Array, axis: Axis) -> Array:
     def forward(x):
         return axis.all_gather(x, axis=1, tiled=True)
 
-    def backward(ct):
-        return axis.reduce_scatter(ct, scatter_dimension=1, tiled=True)
+    def backward(cotangent):
+        return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
     return linear(x, forward=forward, backward=backward)
 
 
 def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places of the sequence's tokens among those of device 0, 1, ..., and the inverse.
+    """Returns two orders of tokens, each the inverse of the other.
 
-    `tokens` are those of a device.
+    The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
+    sequence to the order of the devices. A device has `tokens` tokens.
     """
     inverse = places(tokens * n, chunk_table(order, n)).reshape(-1)
     return np.argsort(inverse), inverse

@@ -21,10 +21,11 @@ def ulysses(
 ) -> Callable[..., Any]:
     """Returns attention over split tokens, in which a device computes some heads of all tokens.
 
-    It takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all makes them [B, T,
-    H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the sequence, and with
-    `segments=` if there are any. Its result is sent back the same way. If the number of key heads
-    does not divide by the devices, each is sent several times, and the gradients add up.
+    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all makes them
+    [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the sequence, and
+    with `segments=` if there are any. Its result is sent back the same way. If the number of key
+    heads does not divide by the devices, each key head is sent several times, and its gradients are
+    added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
@@ -40,6 +41,7 @@ def ulysses(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
+        """Returns the attention of this device's queries, [B, T_X, H, K]."""
         check_heads("context.ulysses", q, k, v)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
@@ -49,6 +51,7 @@ def ulysses(
                 "of heads."
             )
         in_order, inverse = sequence_order(q.shape[1], n, order)
+        # Copies of neighbouring key heads, so that each device gets those of its query heads.
         copies = _copies(H, G, n)
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         q, k, v = (

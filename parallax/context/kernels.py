@@ -1,9 +1,11 @@
 """Attention on one device, one tile of scores at a time, with memory linear in T.
 
-Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width. A kernel
-returns its output and the log-sum-exp of each query's scores over the keys that it saw.
-`merge_softmax` merges outputs over different keys by them, and the backward pass recomputes the
-weights from them.
+Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width, t and s the
+tokens of a tile. In einsums: b batch, t and s tokens, g key heads, r the H / G query heads of each.
+
+A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
+saw. From log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward pass
+recomputes the weights.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """
@@ -26,18 +28,19 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 class Kernel(NamedTuple):
     """Two functions that compute a block of attention; they need not be differentiable.
 
-    Both take `causal=`, whether query t sees only keys 0 to t; `segments=`, the numbers of the
-    documents [B, T] and [B, S], of which only equal ones see each other, or None; and `positions=`,
-    [T] and [S], which replace the counts of `causal`, or None. `attention` passes no positions, so
-    a window or ALiBi, which depend on them, are no kernels: see `gathered`. Results are float32 or
-    wider.
+    Both take three options. `causal=` says whether query t sees only keys 0 to t. `segments=` is
+    None, or the numbers of the tokens' documents, [B, T] and [B, S]: tokens of different documents
+    do not see each other. `positions=` is None, or the positions [T] and [S] that `causal` compares
+    instead of 0, 1, 2, ... `attention` passes no positions, so a kernel cannot compute a window or
+    ALiBi, which depend on them: see `gathered`. Results are float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees nothing has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys, with
-            `out` and `lse` over all keys. A query with an `lse` of infinity gives no weight.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys in the
+            gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
+            query with an `lse` of infinity has weights of 0.
     """
 
     forward: Callable[..., Any]
@@ -45,8 +48,9 @@ class Kernel(NamedTuple):
 
 
 def tiled(block: int = 512) -> Kernel:
-    """Returns a kernel in plain JAX of `block` queries by `block` keys: it holds B H `block`^2
-    scores.
+    """Returns a kernel in plain JAX, with tiles of `block` queries by `block` keys.
+
+    It holds B H `block`^2 scores at a time.
     """
     if block < 1:
         raise ValueError(f"context.tiled needs a block of 1 token or more; got {block}.")
@@ -63,18 +67,18 @@ def merge_softmax(
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
     """Returns the output and log-sum-exp over two sets of keys, from those over each."""
     both = jnp.logaddexp(lse, more_lse)
-    # A query that saw no key has minus infinity in both, and minus infinity less itself is nan.
+    # A query that saw no key has minus infinity in both, and the difference of both would be nan.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
     return out * jnp.exp(lse - shift)[..., None] + more * jnp.exp(more_lse - shift)[..., None], both
 
 
 class _Tile(NamedTuple):
-    """The marks of a tile's tokens that decide which keys a query sees; None: it decides nothing.
+    """The marks of a tile's tokens that decide which keys a query sees. A mark may be None: unused.
 
     Attributes:
         positions: the place of each token.
         segments: the document of each token.
-        is_token: whether it is a token, and does not only fill up the tile.
+        is_token: false for padding, which fills up the last tile.
     """
 
     positions: Any
@@ -92,20 +96,29 @@ def _forward(
     positions: Marks | None = None,
     block: int,
 ):
+    """Returns the output, [B, T, H, K], and the log-sum-exps, [B, T, H].
+
+    The outer loop takes a tile of queries, and the inner loop a tile of keys, with the running
+    maximum and sum of FlashAttention.
+    """
     B, T, H, K = q.shape
-    parts, others = _tiles((q,), (k, v), causal, segments, positions, block)
+    query_tiles, key_tiles = _tiles((q,), (k, v), causal, segments, positions, block)
     dtype = accumulation_dtype(q.dtype)
 
-    def queries(_, part):
-        (q,), mine = part
+    def queries(_, query_tile):
+        """Returns the output and log-sum-exp of one tile of queries, over all keys."""
+        (q,), q_marks = query_tile
         rows = (B, *q.shape[2:4], q.shape[1])  # B, G, H / G, t
 
-        def keys(carry, part):
-            (peak, total, out), ((k, v), theirs) = carry, part
-            scores = _scores(q, k, mine, theirs)
+        def keys(carry, key_tile):
+            """Adds one tile of keys to (the maximum score, the sum of weights, the output)."""
+            (peak, total, out), ((k, v), k_marks) = carry, key_tile
+            scores = _scores(q, k, q_marks, k_marks)
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
-            # A query that has seen no key yet has minus infinity, of which the difference is nan.
+            # A query that has seen no key yet has minus infinity, and infinities subtract to nan.
             shift = jnp.where(higher == -jnp.inf, jnp.zeros((), dtype), higher)
+            # Earlier sums were relative to the old maximum: `shrink` makes them relative to the
+            # new.
             weights, shrink = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
             term = _product("bgrts,bsgk->bgrtk", weights.astype(v.dtype), v)
             out = out * shrink[..., None] + term
@@ -113,12 +126,12 @@ def _forward(
 
         peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
         start = peak, total, jnp.zeros((*rows, K), dtype)
-        (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), others)
+        (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), key_tiles)
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
         out, lse = out / divisor[..., None], peak + jnp.log(divisor)
         return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
 
-    _, (out, lse) = lax.scan(queries, None, parts)
+    _, (out, lse) = lax.scan(queries, None, query_tiles)
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
 
 
@@ -135,19 +148,27 @@ def _backward(  # noqa: PLR0913
     positions: Marks | None = None,
     block: int,
 ):
+    """Returns the gradients of q, k and v: the terms of these keys.
+
+    The weights of a tile are computed again from the log-sum-exps.
+    """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    # The softmax's derivative subtracts the mean of the weights' cotangents: the sum of out * ct.
     mean = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
-    parts, others = _tiles((q, ct, lse, mean), (k, v), causal, segments, positions, block)
+    of_queries = (q, ct, lse, mean)
+    query_tiles, key_tiles = _tiles(of_queries, (k, v), causal, segments, positions, block)
 
-    def queries(sums, part):
-        (q, ct, lse, mean), mine = part
+    def queries(sums, query_tile):
+        """Returns the sums of dk and dv after one tile of queries, and the dq of that tile."""
+        (q, ct, lse, mean), q_marks = query_tile
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
-        def keys(carry, part):
-            (dq, *sums), (j, ((k, v), theirs)) = carry, part
-            weights = jnp.exp(_scores(q, k, mine, theirs) - lse)
+        def keys(carry, numbered_tile):
+            """Adds the terms of key tile j to (dq, all tiles of dk, all tiles of dv)."""
+            (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
+            weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
             errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
             dk = _product("bgrts,btgrk->bsgk", errors, q)
@@ -156,30 +177,30 @@ def _backward(  # noqa: PLR0913
             dk_sum, dv_sum = sums
             return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
-        tiles = jnp.arange(len(others[0][0]), dtype=jnp.int32)
+        numbers = jnp.arange(len(key_tiles[0][0]), dtype=jnp.int32)
         dq = varying(jnp.zeros(q.shape, dtype), axes)
-        (dq, *sums), _ = lax.scan(keys, (dq, *sums), (tiles, others))
+        (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
     axes = varying_axes(q)
-    zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in others[0]), axes)
-    (dk, dv), dq = lax.scan(queries, zeros, parts)
+    zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
+    (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
     return _whole(dq, T).reshape(*q.shape), _whole(dk, S), _whole(dv, S)
 
 
-def _scores(q, k, mine: _Tile, theirs: _Tile):
+def _scores(q, k, q_marks: _Tile, k_marks: _Tile):
     """Returns q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s].
 
-    It is minus infinity where a query does not see a key.
+    A score is minus infinity if the query does not see the key.
     """
     scores = _product("btgrk,bsgk->bgrts", q, k) * q.shape[-1] ** -0.5
     seen = []
-    if theirs.is_token is not None:
-        seen.append(theirs.is_token[None, None, :])
-    if mine.positions is not None:
-        seen.append(theirs.positions[None, None, :] <= mine.positions[None, :, None])
-    if mine.segments is not None:
-        seen.append(theirs.segments[:, None, :] == mine.segments[:, :, None])
+    if k_marks.is_token is not None:
+        seen.append(k_marks.is_token[None, None, :])
+    if q_marks.positions is not None:
+        seen.append(k_marks.positions[None, None, :] <= q_marks.positions[None, :, None])
+    if q_marks.segments is not None:
+        seen.append(k_marks.segments[:, None, :] == q_marks.segments[:, :, None])
     if not seen:
         return scores
     is_seen = functools.reduce(jnp.logical_and, seen)[:, None, None]
@@ -194,20 +215,20 @@ def _product(terms: str, x, y):
 def _tiles(
     of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int
 ):
-    """Returns queries and keys in tiles of equal size, at most `block`.
+    """Returns queries and keys in tiles of equal size, at most `block`, each with its marks.
 
-    Arrays and marks have a first dim of tiles, the last of which is filled up with zeros. The
-    queries' dim of heads becomes [G, H / G].
+    Arrays and marks have a first dim of tiles; zeros fill up the last tile. The queries' dim of
+    heads becomes [G, H / G].
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
         positions = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     q_positions, k_positions = (None, None) if positions is None else positions
     q_segments, k_segments = (None, None) if segments is None else segments
-    # JAX would compute masks of constants before a scan over layers, for all tiles, and keep them:
-    # H T^2 numbers. The barrier makes them depend on the queries.
+    # Masks that depend on constants only would be computed before a scan over layers, for all
+    # tiles, and kept: H T^2 numbers. The barrier makes them depend on the queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
-    # Padding of keys is masked; a query that is padding is cut off at the end.
+    # Keys that are padding are masked. Queries that are padding are cut off from the result.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)
@@ -231,7 +252,7 @@ def _size(length: int, block: int) -> int:
 
 
 def _cut(x, size: int, dim: int):
-    """Returns `x` in tiles of `size` along `dim`, with a first dim of tiles."""
+    """Returns `x` in tiles of `size` along `dim`, padded with zeros, with a first dim of tiles."""
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, -x.shape[dim] % size)
     x = jnp.pad(x, padding)

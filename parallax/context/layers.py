@@ -22,9 +22,9 @@ def comms(
 ) -> Comms:
     """Returns `inner(axis, shared=shared)`, with the tokens of each sequence split over `context`.
 
-    Give a model whole windows on each device of `context`. It embeds its own tokens of them,
-    attends over all, and returns the mean loss of its own tokens. `grads.averaged(grad, ("data",
-    "context"))` takes the mean over all tokens.
+    Give the model whole windows on each device of `context`. A device embeds its own tokens,
+    attends to the tokens of all, and returns the mean loss of its own tokens.
+    `grads.averaged(grad, ("data", "context"))` takes the mean over all tokens.
 
     Args:
         axis: the axis that the layers are split over.

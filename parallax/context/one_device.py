@@ -34,8 +34,8 @@ def blockwise(
         q: queries.
         k: keys; with fewer heads, each is of H / G successive heads of `q`.
         v: their values.
-        causal: whether query t sees only keys 0 to t; with `positions`, only keys whose position
-            is not after its own.
+        causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
+            keys whose position is not after the query's.
         segments: the number of each token's document; or those of the queries and of the keys.
         positions: those of the queries [T] and of the keys [S], if they are not the whole sequence.
         kernel: computes the blocks.
@@ -54,7 +54,7 @@ def blockwise(
         check_segments("context.blockwise", mark, x.shape[:2])
     arrays = (q, k, v, marks, positions if causal else None)
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
-    # With positions, these and no count of the kernel's say which keys are not later.
+    # With positions, the kernel compares them instead of counting tokens.
     by_count = causal and positions is None
 
     def forward(q, k, v, marks, positions):
@@ -78,5 +78,8 @@ def blockwise(
 
 
 def _positions(positions: Marks | None) -> Mapping[str, Any]:
-    """Returns the argument of a kernel: a kernel of the user's may know no positions."""
+    """Returns the option `positions` of a kernel, if it is needed.
+
+    A kernel of the user may lack this option.
+    """
     return {} if positions is None else {"positions": positions}

@@ -1,8 +1,9 @@
 """Checked tables of the tokens of each device, and of the blocks of scores that it computes.
 
-An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of chunks in
-which the query's is not before the key's. `block_pairs` lists them hop by hop, as many for each
-device: the table that runs is the table that counts the work.
+An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of a query
+chunk and a key chunk in which the query chunk is not before the key chunk. `block_pairs` lists
+these pairs hop by hop, the same number for each device. The attention runs this table, and the
+count of its work reads the same table.
 """
 
 import itertools
@@ -55,10 +56,10 @@ class BlockPairs(NamedTuple):
 
     Attributes:
         chunks: c, the chunks of a device.
-        own: [n, pairs, 3], the pairs (query's chunk, key's chunk, 1) of its own keys, without the c
-            diagonal ones.
-        hops: [n - 1, n, pairs, 3], the same for each hop; a pair whose third number is 0 is
-            computed and left out.
+        own: [n, pairs, 3]: each device's pairs (query's chunk, key's chunk, 1) of its own queries
+            and keys, without the c pairs of a chunk with itself.
+        hops: [n - 1, n, pairs, 3]: the pairs of each hop. A pair whose third number is 0 is
+            computed but not used.
     """
 
     chunks: int
@@ -74,10 +75,11 @@ class BlockPairs(NamedTuple):
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
     """Returns the table of n devices: in hop h device i has the keys of device i - h.
 
-    In `zigzag` order these are 2n + 1 blocks of (T/2n)^2, of which 2n are needed; in `contiguous`
-    order n of (T/n)^2, twice what is needed. Raises the errors of `chunk_table`.
+    In `zigzag` order a device computes 2n + 1 blocks of (T/2n)^2 scores, of which 2n are needed. In
+    `contiguous` order it computes n blocks of (T/n)^2, twice as many scores as needed. Raises the
+    errors of `chunk_table`.
     """
-    # Without a mask all chunks of a device are one: every query sees every key.
+    # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = chunks.shape[1]
 
@@ -88,7 +90,8 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
 
     local = [visible_pairs(i, i) if causal else [] for i in range(n)]
     hops = [[visible_pairs(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
-    # All devices compute as many pairs in a hop, so that no conditional is needed.
+    # Unneeded pairs fill up the lists, so that all devices compute the same number of pairs in a
+    # hop and no conditional is needed.
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
     return BlockPairs(
@@ -134,9 +137,7 @@ def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int
 def local_tokens(
     x: Shaped[Array, "..."], axis: AxisLike, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """Returns the part of `x`, which has whole sequences, of this device's tokens.
-
-    Nothing is sent.
+    """Returns this device's tokens of `x`, which has whole sequences. Nothing is sent.
 
     Raises:
         ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.

@@ -4,16 +4,17 @@ Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K he
 of a device, n devices.
 
 In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
-it computes, as many as any other device. There is no conditional, so messages inside and around the
-attention are safe. The results of a hop are merged by their log-sum-exp.
+the device computes, the same number as on any other device. There is no conditional, so messages
+inside and around the attention are safe. The results of a hop are merged by their log-sum-exp.
 
 | | messages | bytes a device sends |
 |---|---|---|
 | forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes a token) |
 | backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
 
-In the backward pass the gradients of keys and values follow them, one hop later, and return after
-n - 1 hops. The gradients that a device computes for its own keys stay there and are added.
+In the backward pass the gradients of keys and values follow the keys and values one hop later, and
+return after n - 1 hops. The gradients that a device computes for its own keys stay there and are
+added.
 
 Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
 ring-flash-attention (2024).
@@ -91,7 +92,7 @@ def attention(
 
 
 class _Ring(NamedTuple):
-    """The axis, the table of blocks and the kernel of an attention."""
+    """The axis, the table of blocks and the kernel of an attention, and whether it is causal."""
 
     axis: Axis
     table: BlockPairs
@@ -107,7 +108,7 @@ class _Ring(NamedTuple):
         return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
 
     def send(self, tree):
-        """Returns the tree of the previous device: its keys of hop h - 1 are needed in hop h."""
+        """Returns the tree that the previous device sent: one hop round the ring."""
         n = self.axis.size()
         return self.axis.permute(tree, [(i, (i + 1) % n) for i in range(n)])
 
@@ -122,18 +123,24 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns the sums after these pairs, which may be of the same queries."""
+        """Returns the sums, an output and a log-sum-exp per chunk of queries, after these pairs.
+
+        The pairs come one after another, since several may have the same queries.
+        """
 
         def add_pair(sums, pair):
-            at, key_chunk, is_needed = pair
-            (q, q_segments), (k, v, k_segments) = _chunk(queries, at), _chunk(keys, key_chunk)
+            """Adds the attention of one chunk of queries to one chunk of keys."""
+            query_chunk, key_chunk, is_needed = pair
+            q, q_segments = _chunk(queries, query_chunk)
+            k, v, k_segments = _chunk(keys, key_chunk)
             segments = _both(q_segments, k_segments)
             out, lse = ring.kernel.forward(q, k, v, causal=False, segments=segments)
-            # A pair that fills up the table has no weight: every device computes as many.
+            # A pair that only fills up the table gets no weight in the merged result.
             lse = jnp.where(is_needed == 1, lse, -jnp.inf)
-            out_before, lse_before = _chunk(sums, at)
+            out_before, lse_before = _chunk(sums, query_chunk)
             merged = merge_softmax(out_before, lse_before, out, lse)
-            return tuple(x.at[at].set(new) for x, new in zip(sums, merged, strict=True)), None
+            new_sums = [x.at[query_chunk].set(new) for x, new in zip(sums, merged, strict=True)]
+            return tuple(new_sums), None
 
         return lax.scan(add_pair, sums, pairs)[0]
 
@@ -141,7 +148,8 @@ def _forward(ring: _Ring, q, k, v, segments):
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
-    # The first message leaves before the local blocks are computed, which hide it.
+    # The first message is sent before the local blocks are computed, so that it takes no extra
+    # time.
     arrived = ring.send(keys) if n > 1 else keys
     sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
     sums = visit(sums, keys, ring.local_pairs())
@@ -153,25 +161,27 @@ def _forward(ring: _Ring, q, k, v, segments):
 
 
 def _backward(ring: _Ring, residuals, ct):
+    """Returns the gradients of q, k and v, and None for the segments, from the cotangent `ct`."""
     q, k, v, segments, out, lse = residuals
     n = ring.axis.size()
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Returns the gradients of the queries and keys after the terms of these pairs."""
+        """Returns `dq` and `sums`, the gradients of k and v, with the terms of these pairs."""
 
         def add_pair(carry, pair):
-            (dq, sums), (at, key_chunk, is_needed) = carry, pair
-            q, out, lse, ct, q_segments = _chunk(queries, at)
+            """Adds the terms of one chunk of queries and one chunk of keys."""
+            (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
+            q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
             k, v, k_segments = _chunk(keys, key_chunk)
-            # With this log-sum-exp all weights of a pair that fills up the table are 0.
+            # A pair that only fills up the table: with this log-sum-exp all its weights are 0.
             lse = jnp.where(is_needed == 1, lse, jnp.inf)
             segments = _both(q_segments, k_segments)
             dq_term, *terms = ring.kernel.backward(
                 q, k, v, out, lse, ct, causal=False, segments=segments
             )
             sums = tuple(x.at[key_chunk].add(term) for x, term in zip(sums, terms, strict=True))
-            return (dq.at[at].add(dq_term), sums), None
+            return (dq.at[query_chunk].add(dq_term), sums), None
 
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
@@ -197,9 +207,9 @@ def _backward(ring: _Ring, residuals, ct):
 
 
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
-    """Returns a kernel's function of chunks [c, B, ...] and the keys of the same chunks.
+    """Returns the kernel's function `f` of the pairs of each chunk with itself, [c, B, ...].
 
-    The kernel takes the chunks for a larger batch.
+    The c chunks are passed to the kernel as one larger batch.
     """
 
     def as_batch(x):
@@ -214,13 +224,13 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
 
 
 def _both(q_segments, k_segments):
-    """Returns the segments of queries and keys, or None."""
+    """Returns the segments of queries and of keys as a pair, or None if there are none."""
     return None if q_segments is None else (q_segments, k_segments)
 
 
-def _chunk(tree, at):
+def _chunk(tree, number):
     """Returns one chunk of each array."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), tree)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
 def _chunks(ring: _Ring, tree):

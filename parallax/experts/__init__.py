@@ -1,8 +1,9 @@
-"""Experts: a mixture of experts split over an axis that splits the batch too, equal to one device.
+"""A mixture of experts that is split over an axis, with the same results as on one device.
 
-A router sends each token to k of E experts. Each device of the axis holds some of them, so tokens
-travel there and results back: by a gather and a scatter, or by an all-to-all (`dispatch`). What is
-dropped is counted; by default nothing is.
+A router sends each token to k of E experts. Each device of the axis, which splits the batch too,
+has some of the experts. So tokens travel to their experts and results back, by a gather and a
+scatter or by an all-to-all (`dispatch`). By default no choice of a token is dropped. Dropped
+choices are counted.
 """
 
 from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged

@@ -1,4 +1,4 @@
-"""Brings tokens to their experts, which are split over an axis, and the results back.
+"""Sends tokens to their experts, which are split over an axis, and the results back.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message.
@@ -7,8 +7,9 @@ width, C rows of a message.
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
-in numbers that a device sends in one forward pass; the backward pass sends as many. So the
-all-to-all is cheaper where c k < n.
+The third column is the number of numbers that a device sends in a forward pass; the backward pass
+sends as many. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the mean
+load.
 """
 
 import math
@@ -24,7 +25,7 @@ from parallax.collectives import Axis
 from parallax.collectives.axis import xla
 from parallax.collectives.types import axes
 
-# `ExpertCompute` of this device's experts, of (x, source, ids, weights)
+# `ExpertCompute` with this device's experts: a function of (x, source, ids, weights)
 LocalExperts = Callable[[Array, Array, Array, Array], Array]
 
 
@@ -48,7 +49,7 @@ class BytesSent(NamedTuple):
 
 @runtime_checkable
 class Dispatch(Protocol):
-    """A way of bringing tokens to experts."""
+    """A way of sending tokens to experts."""
 
     def __call__(
         self,
@@ -97,7 +98,7 @@ class Gathered:
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
         number = ids.reshape(-1) - axis.index() * local_experts
-        # A number of `local_experts` stands for an expert of another device, which is not run.
+        # The number `local_experts` means no expert here: `compute` skips these pairs.
         is_local = (number >= 0) & (number < local_experts)
         y = compute(x, source, jnp.where(is_local, number, local_experts), weights.reshape(-1))
         return axis.reduce_scatter(y, scatter_dimension=0, tiled=True), jnp.zeros((), jnp.int32)
@@ -120,9 +121,9 @@ class exchanged:
     """Sends each token to its experts' devices by an all-to-all of C rows to each, and back.
 
     C is `capacity` times the mean, k T / n, rounded up. With `math.inf` it is the largest possible
-    number, and nothing is dropped. If more choices want one device, first choices go before second
-    choices, and then earlier tokens before later ones. A dropped choice adds nothing to the layer's
-    result, so the token passes the layer by the residual.
+    number, and nothing is dropped. If more than C choices want one device, first choices have
+    priority over second choices, and then earlier tokens over later ones. A dropped choice adds
+    nothing to the layer's result: the token keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -147,16 +148,19 @@ class exchanged:
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
         wanted = _wanted(ids, local_experts, n)
-        # A choice without room has a place out of range, which `mode="drop"` leaves out.
+        # The place of each choice among the n * room rows that are sent. A choice without room gets
+        # a place out of range, which `mode="drop"` ignores.
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
+            """Returns one value per sent row: that of its choice, or `fill` for an empty row."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
+            """Returns the rows received from all devices, for n * room sent rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
-        # An empty row reads out of range, so it is 0, and goes to no expert.
+        # An empty row takes its token from out of range, which gives 0, and goes to no expert.
         rows = x.at[in_place(len(x), wanted.token)].get(mode="fill", fill_value=0)
         arrived = exchange(rows)
         source = jnp.arange(n * room, dtype=jnp.int32)
@@ -181,9 +185,10 @@ class exchanged:
 class ragged:
     """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
 
-    A device has room for `capacity` times k T rows, the mean; with `math.inf` for the largest
-    possible number. It fills up in the order of the devices that send. XLA's CPU backend does not
-    have this collective (jax #34755), TPUs and GPUs do.
+    A device has room for `capacity` times the mean, k T rows; with `math.inf`, for the largest
+    possible number. Rows from device 0 come first, then those from device 1, and so on; rows beyond
+    the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs and GPUs have
+    it.
 
     Args:
         capacity: the room of a device, as a multiple of the mean.
@@ -226,15 +231,16 @@ class ragged:
         wanted = _wanted(ids, local_experts, n)
         devices = jnp.arange(n, dtype=jnp.int32)
         counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)
-        wish = axis.all_gather(counts[None], axis=0, tiled=True)  # [from, to]
-        exchange = _Exchange.of(wish, room, axis, self.move)
+        wanted_rows = axis.all_gather(counts[None], axis=0, tiled=True)  # [sender, receiver]
+        exchange = _Exchange.of(wanted_rows, room, axis, self.move)
         place = exchange.leaves[wanted.device] + wanted.rank
 
         def in_order(values):
+            """Returns the values of all choices, sorted by the device that they are sent to."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def empty(rows):
-            # The sum gives the zeros the type of `x`, which varies along its axes.
+            # Zeros that vary along the axes of `x`, as the collective requires.
             return jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
 
         arrived = exchange.to_experts(x[in_order(wanted.token)], empty(room))
@@ -256,17 +262,17 @@ class ragged:
 
 
 class _Exchange(NamedTuple):
-    """The ragged messages of a device to and from the others.
+    """The ragged messages of a device to and from the other devices.
 
     Attributes:
         move: the collective, as `ragged.move`.
         names: the names of the axis.
         sizes: the rows that this device sends to each device.
-        leaves: where the rows to each device begin, among those that this one sends.
-        arrives: where this device's rows begin, among those that each device receives.
+        leaves: the first row for each device, among the rows that this device sends.
+        arrives: the first row of this device, among the rows that each device receives.
         back_sizes: the rows that this device receives from each device.
-        back_leaves: where the rows from each device begin, among those that this one receives.
-        back_arrives: where the rows to this device begin, among those that each device sends.
+        back_leaves: the first row from each device, among the rows that this device receives.
+        back_arrives: the first row for this device, among the rows that each device sends.
         dropped: the number of this device's choices without room.
     """
 
@@ -281,16 +287,25 @@ class _Exchange(NamedTuple):
     dropped: Array
 
     @classmethod
-    def of(cls, wish: Array, room: int, axis: Axis, move: Callable[..., Any]) -> "_Exchange":
-        """Returns the messages for the wanted number of rows, [from, to], and a device's room."""
+    def of(cls, wanted_rows: Array, room: int, axis: Axis, move: Callable[..., Any]) -> "_Exchange":
+        """Returns the messages of this device.
+
+        Args:
+            wanted_rows: the rows that each device wants to send to each: [sender, receiver].
+            room: the most rows that a device can receive.
+            axis: the axis of the devices.
+            move: the collective, as `ragged.move`.
+        """
 
         def before(a, dim):
+            """Returns the sum of the earlier entries along a dim."""
             return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
 
         me = axis.index()
-        granted = jnp.clip(room - before(wish, 0), 0, wish)
-        leaves, arrives = before(wish, 1), before(granted, 0)
-        dropped = jnp.sum(wish[me] - granted[me], dtype=jnp.int32)
+        # A sender gets the room that earlier senders leave.
+        granted = jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)
+        leaves, arrives = before(wanted_rows, 1), before(granted, 0)
+        dropped = jnp.sum(wanted_rows[me] - granted[me], dtype=jnp.int32)
         to_experts = granted[me], leaves[me], arrives[me]
         from_experts = granted[:, me], arrives[:, me], leaves[:, me]
         return cls(move, axis.names, *to_experts, *from_experts, dropped)
@@ -323,8 +338,10 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
+    """Returns the choices of the tokens, from the numbers of their experts, [tokens, k]."""
     tokens, k = ids.shape
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
+    # The rank is the place among all choices sorted by device, minus the first place of the device.
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
     places = (
@@ -338,17 +355,18 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 
 
 def _weighted_sum(y: Array, weights: Array) -> Array:
-    """Returns each token's sum of weight times result, of results in the order of `_Wanted`."""
+    """Returns each token's sum of weight times result; the results `y` are in `_Wanted`'s order."""
     tokens, k = weights.shape
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns `capacity` times the mean number of choices, and at most the largest number."""
+    """Returns the rows of one of `parts`: `capacity` times the mean, but at most `most`."""
     return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)
 
 
 def _check_capacity(name: str, capacity: float) -> None:
+    """Raises `ValueError` unless the capacity is above 0."""
     if not capacity > 0:
         raise ValueError(
             f"experts.{name}: the capacity is a multiple of the mean load, and above 0; got "

@@ -1,6 +1,7 @@
-"""Runs many experts on many rows: pairs sorted by expert, in blocks of rows of one expert.
+"""Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
+Each block has rows for one expert. Legend: N rows, R pairs of a row and an expert, E experts on the
+device, D width.
 """
 
 import functools
@@ -42,13 +43,13 @@ def call_module(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "
 
 
 def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
-    """Runs `expert(its parameters, rows)` on one block of rows after another.
+    """Returns an `ExpertCompute` that runs `expert(parameters, rows)` block by block.
 
-    Pairs are sorted by expert, and each expert's pairs are cut into blocks of `size` rows, the last
-    one filled up. A loop runs over the blocks, so the work is that of the sum over experts of
-    ceil(pairs / size) times `size` rows, without room for a worst case. The loop holds the
-    activations of one block. The backward pass runs the same loop, and computes each block again: 4
-    units of work for 3.
+    Pairs are sorted by expert. Each expert's pairs are cut into blocks of `size` rows, and the last
+    block is filled up. A loop runs over the blocks: ceil(pairs / size) blocks for each expert. So
+    no work is done for an expert without tokens, whatever the routing. The loop holds the
+    activations of one block. The backward pass runs the same loop and computes each block again,
+    which is 4 units of work instead of 3.
 
     `expert` must treat each row by itself. It is differentiated once, in reverse mode.
 
@@ -63,6 +64,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
         raise ValueError(f"experts.grouped: a block needs 1 row or more; got size={size}. Use 128.")
 
     def compute(experts, x, source, ids, weights):
+        """Returns each row's weighted sum over its experts, [N, D]; see `ExpertCompute`."""
         trained, untrained = eqx.partition(experts, eqx.is_inexact_array)
         others, static = eqx.partition(untrained, eqx.is_array)
 
@@ -73,13 +75,14 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
 
         arguments = trained, others, x, source, ids, weights
         axes = {name: None for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)}
-        # All that goes into a loop must vary along the same axes, or its carry changes its type.
+        # All arguments vary along the same axes, since a loop's carry must not change its type.
         return _loops(apply, size)(*varying(arguments, tuple(axes)))
 
     return compute
 
 
 def _check_results(results: Array, rows: Array) -> None:
+    """Raises `ValueError` unless an expert's results have the shape and dtype of its rows."""
     if (results.shape, results.dtype) != (rows.shape, rows.dtype):
         needed, got = (f"{x.dtype}{list(x.shape)}" for x in (rows, results))
         raise ValueError(
@@ -89,14 +92,15 @@ def _check_results(results: Array, rows: Array) -> None:
 
 
 class Block(NamedTuple):
-    """One block of rows; the last rows may only fill it up.
+    """One block of rows for one expert. Its last rows may be filling rows, which do not count.
 
     Attributes:
         expert: the number of the expert.
-        read: the rows of x. Filling rows are copies of the last one that counts, so all that is
-            computed is finite.
-        written: the same rows. Filling rows have numbers out of range, each a different one.
-        pair: the pair of each row. Filling rows have numbers out of range, each a different one.
+        read: for each row of the block, the row of x to read. Filling rows are copies of the last
+            row that counts, so that all computed numbers are finite.
+        written: the same numbers, but filling rows have different numbers out of range, so that
+            their results are not written.
+        pair: the pair of each row. Filling rows have different numbers out of range.
     """
 
     expert: Int[Array, ""]
@@ -108,14 +112,24 @@ class Block(NamedTuple):
 def _table(
     source: Array, ids: Array, rows: int, count: int, size: int
 ) -> tuple[Callable[[Array], Block], Array]:
-    """Returns a function from a block's number to the block, and the number of blocks."""
+    """Returns a function from a block's number to the block, and the number of blocks.
+
+    Args:
+        source: the row of each pair.
+        ids: the expert of each pair; `count` for no expert.
+        rows: the number of rows of x.
+        count: the number of experts.
+        size: the rows of a block.
+    """
     pairs = len(ids)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
-    ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)  # of each expert, in blocks
+    # ends[e]: the number of blocks of the experts 0 to e.
+    ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)
     within = jnp.arange(size, dtype=jnp.int32)
 
     def block(j):
+        """Returns block j. `before` is the number of blocks of earlier experts."""
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
@@ -138,6 +152,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
     @jax.custom_vjp
     def run(trained, others, x, source, ids, weights):
+        """Returns each row's weighted sum, [N, D]; `trained` and `others` are the experts'
+        arrays."""
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, y):
@@ -151,19 +167,22 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
     def forward(*arguments):
         return run(*arguments), arguments
 
-    def backward(arguments, ct):
+    def backward(arguments, cotangent_of_y):
+        """Returns the gradients of the arguments: of trained arrays, `x` and `weights`."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, sums):
+            """Adds the gradients of block j, which is computed again."""
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
-            cotangent = _take(ct, block.written)
+            cotangent = _take(cotangent_of_y, block.written)
             scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
             d_trained, d_rows = transpose(cotangent * scale)
             trained_sum, x_sum, weights_sum = sums
             kind = weights_sum.dtype
+            # A weight multiplies its result, so its gradient is result times cotangent.
             d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
             return (
                 jax.tree.map(functools.partial(_add_at, block.expert), trained_sum, d_trained),
@@ -194,14 +213,13 @@ def _at(tree: PyTree, i: Array) -> PyTree:
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), tree)
 
 
-# A block's numbers out of range are of filling rows: nothing is read or written for them.
-
-
 def _take(x: Array, index: Array) -> Array:
+    """Returns the rows of `x` at `index`; numbers out of range, those of filling rows, give 0."""
     return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def _add(total: Array, index: Array, term: Array) -> Array:
+    """Returns `total` with `term` added at `index`; numbers out of range are ignored."""
     return total.at[index].add(term.astype(total.dtype), mode="drop", unique_indices=True)
 
 
@@ -210,6 +228,7 @@ def _add_at(i: Array, total: Array, term: Array) -> Array:
 
 
 def _zeros(x: Array) -> Array:
+    """Returns zeros for a sum of arrays like `x`: in float32 or wider."""
     return jnp.zeros_like(x, dtype=accumulation_dtype(x.dtype))
 
 
@@ -218,4 +237,5 @@ def _as_type_of(total: Array, x: Array) -> Array:
 
 
 def _count(*trees: PyTree) -> int:
+    """Returns the number of experts: the first dim of their arrays."""
     return jax.tree.leaves(trees)[0].shape[0]

@@ -23,7 +23,8 @@ from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down`, whole or shards of F.
+    """Experts of three matrices, `(silu(x gate) * (x up)) down`. F may be whole or a device's
+    shard.
 
     Source: Shazeer, arXiv 2002.05202.
     """
@@ -73,17 +74,17 @@ def moe(
     route: Router,
     dispatch: Dispatch = gathered,
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
-    comms: Comms = tensor.comms(()),  # noqa: B008, likewise
+    comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
 
-    The experts are split over `axis`. The result equals all experts on all tokens, times weights
-    that are 0 for the experts that were not chosen. Add it to the residual stream.
+    The experts are split over `axis`. The result equals the sum of all experts' results for all
+    tokens, with weights of 0 for experts that were not chosen. Add it to the residual stream.
 
-    The axis splits the batch too: it may be the data axis, an axis of its own inside the data (name
-    both in `grads.averaged`), or several. An expert's gradient is then the sum over all tokens that
-    it received. `grads.averaged` and `zero.reduce_scattered` only divide it, since they sum over
-    the axes along which a parameter is the same.
+    The axis splits the batch too. It may be the data axis, another axis that splits the data (name
+    both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its
+    gradient is a sum over all these tokens already. `grads.averaged` and `zero.reduce_scattered`
+    therefore only divide it: they sum only over axes along which a parameter is the same.
 
     Args:
         x: this device's tokens.
@@ -92,10 +93,10 @@ def moe(
         route: chooses the experts of a token, such as `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: runs this device's experts, such as `grouped(expert)`.
-        comms: the communication along the axis that splits each expert's hidden width, so that its
-            results are partial sums: `tensor.comms("tensor")`, or `sequence.comms` if `x` has a
-            device's share of the tokens. With `context.comms` the statistics are those of whole
-            sequences.
+        comms: the communication along the axis that splits each expert's hidden width: the experts'
+            results are partial sums then. Use `tensor.comms("tensor")`, or `sequence.comms` if `x`
+            has a device's share of the tokens. With `context.comms` the statistics are those of
+            whole sequences.
 
     Raises:
         ValueError: the experts of a device times the devices are not the router's experts; `x` is
@@ -104,7 +105,7 @@ def moe(
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
     _check_varies(x, axis)
-    # Logits are wide: rounded ones would change the choice between close scores.
+    # Logits are float32 or wider: rounded logits would change the choice between close scores.
     kind = accumulation_dtype(x.dtype)
     logits = x.astype(kind) @ params.router.astype(kind)
     routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
@@ -113,14 +114,18 @@ def moe(
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
-    # Devices that gathered the same tokens have counted the same dropped choices.
+    # Devices that gathered the same tokens have counted the same dropped choices; `statistics`
+    # divides by their number.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     return comms.sum_partials(y.reshape(tokens.shape)), stats
 
 
 def _local_experts(params: Mixture, axis: Axis) -> int:
-    """Returns the number of this device's experts."""
+    """Returns the number of experts on this device.
+
+    Raises `ValueError` if the experts of all devices are not as many as the router has.
+    """
     count, n = params.router.shape[-1], axis.size()
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(params.experts, eqx.is_array)):
         local_experts = leaf.shape[0] if leaf.ndim else 0
@@ -136,6 +141,7 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
 
 
 def _check_varies(x: Array, axis: Axis) -> None:
+    """Raises `ValueError` if the tokens are the same on several devices of the experts' axis."""
     same = [
         name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1
     ]

@@ -2,8 +2,9 @@
 
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
-Each statistic is a mean over sequences of a quantity of one sequence. So it does not depend on the
-microbatches and devices that the batch is split into, and means of means are right.
+Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
+how the batch is split into microbatches and devices: the mean of their means is the mean of the
+batch.
 """
 
 from collections.abc import Callable
@@ -46,9 +47,9 @@ def top_k(
 ) -> Router:
     """Returns a router that sends each token to the k experts with the highest scores.
 
-    Of equal scores, the first expert's counts as higher. The scores are the weights. A bias is
-    added for the choice only, and has no gradient: `rebalanced` changes it to even out the load
-    without an auxiliary loss (Wang et al., arXiv 2408.15664).
+    If two scores are equal, the first expert is preferred. The scores are the weights. A bias is
+    added to the scores only for the choice, and has no gradient: `rebalanced` changes it to even
+    out the load without an auxiliary loss (Wang et al., arXiv 2408.15664).
 
     Args:
         k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
@@ -60,6 +61,7 @@ def top_k(
     """
 
     def route(logits, bias):
+        """Returns the `Routing` of tokens with these logits, [..., E], and a bias, [E] or None."""
         count = logits.shape[-1]
         if not 1 <= k <= count:
             raise ValueError(
@@ -68,7 +70,7 @@ def top_k(
             )
         scores = score(logits)
         preferred = scores if bias is None else add_bias(scores, bias.astype(scores.dtype))
-        # The choice has no gradient; the weights, which are taken from the scores, have one.
+        # The choice has no gradient. The weights are read from the scores, so they have one.
         _, chosen = lax.top_k(lax.stop_gradient(preferred), k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
@@ -80,7 +82,7 @@ def top_k(
 
 def _divided(scores: Array) -> Array:
     """Returns scores divided by their sum."""
-    # Of sigmoids the sum may be too small for a number of this type.
+    # The sum of sigmoids may underflow to 0: the bound prevents a division by 0.
     total = jnp.sum(scores, axis=-1, keepdims=True)
     return scores / jnp.maximum(total, jnp.finfo(scores.dtype).tiny)
 
@@ -88,7 +90,7 @@ def _divided(scores: Array) -> Array:
 class Statistics(NamedTuple):
     """Statistics of the choices of one layer.
 
-    Each is a mean over sequences, so `grads` and `pipeline` join it by a mean.
+    Each is a mean over sequences, so `grads` and `pipeline` take means of them over their parts.
 
     Attributes:
         balance: E times the sum over experts of load times mean share, within a sequence: 1 if
@@ -99,9 +101,10 @@ class Statistics(NamedTuple):
             (Zoph et al., arXiv 2202.08906).
         entropy: the entropy of a token's shares in nats, not differentiated; log(E) without any
             preference.
-        load: the share of all choices that fall on each expert; times k and the tokens, its number
-            of tokens.
-        dropped: the dropped choices of a sequence; times the sequences, those of all.
+        load: the share of all choices that fall on each expert. Times k and the number of tokens,
+            it is the number of tokens of the expert.
+        dropped: the dropped choices per sequence. Times the number of sequences, it is the number
+            of all dropped choices.
     """
 
     balance: Float[Array, ""]
@@ -140,15 +143,18 @@ def statistics(
 def rebalanced(
     bias: Float[Array, "*layers experts"], load: Float[Array, "*layers experts"], rate: float
 ) -> Float[Array, "*layers experts"]:
-    """Returns the bias of the next step: up by `rate` below the mean load, down above it.
+    """Returns the bias of the next step.
 
-    A load that differs from the mean only by rounding counts as even, so the bias does not depend
-    on the order of the sum. For `step.make(after_update=...)`, whose auxiliary values are joined
-    already: once a step, from the load over the whole batch (Wang et al., arXiv 2408.15664,
-    algorithm 1, with a rate of 0.001). Keep the bias out of `trainable`.
+    The bias of an expert rises by `rate` if its load is below the mean, and falls by `rate` if it
+    is above. A load that differs from the mean only by rounding counts as even, so the bias does
+    not depend on the order of the sum.
+
+    Use it in `step.make(after_update=...)`, once per step: there `load` is that of the whole batch
+    (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
+    `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
-    # Some roundings of one sum, and of its mean
+    # A bound on the rounding of the sums in `load`, and of their mean
     even = jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean
     step = jnp.where(even, jnp.zeros((), load.dtype), jnp.sign(mean - load))
     return bias + jnp.asarray(rate, bias.dtype) * step.astype(bias.dtype)

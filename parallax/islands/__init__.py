@@ -1,6 +1,6 @@
-"""Islands: groups of devices that train by themselves and talk once in many steps.
+"""Islands: groups of devices that train separately and exchange their changes once in many steps.
 
-A function from step to step (DiLoCo).
+`local` takes the train step of one island and returns the step of all islands (DiLoCo).
 """
 
 from parallax.islands.fragments import (

@@ -62,12 +62,13 @@ def _joined(model: PyTree, part: PyTree) -> PyTree:
 
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
-    """Returns a fragment for each glob of paths, or for each list of globs.
+    """Returns a function that makes a fragment for each glob of paths, or for each list of globs.
 
     An example is `by_path("blocks.**", ("embedding", "norm.**"))`.
     """
 
     def fragment(globs):
+        """Returns the fragment of the leaves whose path matches one of the globs."""
         globs = (globs,) if isinstance(globs, str) else globs
 
         def leaf_of(path, leaf):
@@ -83,18 +84,19 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
 
 
 def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.blocks) -> Fragments:
-    """Returns `count` fragments of consecutive layers, and one with the other leaves.
+    """Returns a function that makes `count` fragments of consecutive layers, and one of the rest.
 
     Args:
-        count: the number of groups of the blocks' first dim, which are as equal as can be.
-        where: returns the blocks, whose leaves are stacked: [L, ...], or [v, L / v, ...] where a
-            pipeline has v chunks.
+        count: the number of groups of layers, which are as equal as possible.
+        where: returns the blocks of a model, whose leaves are stacked: [L, ...], or [v, L / v, ...]
+            for a pipeline of v chunks per stage. The first dim is cut into groups.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
     """
 
     def fragments(model):
+        """Returns the fragments of groups of layers, then the fragment of all other leaves."""
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
@@ -123,6 +125,8 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
         return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
 
     def put(model, part):
+        """Returns the model with the layers of `part` in their places."""
+
         def replaced(leaf, layers):
             return leaf.at[start:stop].set(layers)
 
@@ -139,7 +143,9 @@ def _nones(tree: PyTree) -> PyTree:
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """Returns the fragments of `model`, of arrays or shapes. Each element must be in one of them.
+    """Returns the fragments of `model`, after a check that each element is in exactly one.
+
+    The leaves of `model` are arrays or shapes.
 
     Raises:
         ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim

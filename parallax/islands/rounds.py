@@ -1,4 +1,4 @@
-"""Islands that train by themselves, and an outer optimizer that joins them every H steps.
+"""Islands that train separately, and an outer optimizer that joins them every H steps.
 
     train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")
 
@@ -9,9 +9,9 @@ outer weights W and island i's weights w_i,
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-so a large step away from W is a large gradient, of the sign that a gradient has. Between rounds
-nothing moves between islands: 1/H of the bytes of data parallelism, and `ErrorFeedback` moves a
-quarter of those.
+So delta is to the outer optimizer what a gradient is to an inner one, with the same sign. Between
+rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism, and a
+quarter of that with `ErrorFeedback`.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -47,14 +47,12 @@ from parallax.islands.state import SentChanges, State, axis_names
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.step import Info, Step
 
-IslandStep = Callable[
-    ..., tuple[State, Info]
-]  # of a state, a batch, perhaps a limit and who is there
+# The arguments are a state, a batch, and optionally a limit and the islands that are present.
+IslandStep = Callable[..., tuple[State, Info]]
 
 
 def outer_nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
-    """Returns the outer optimizer of DiLoCo: SGD with Nesterov's momentum, with the rates of the
-    paper."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum and the paper's rates."""
     return optax.sgd(rate, momentum=momentum, nesterov=True)
 
 
@@ -69,21 +67,21 @@ def local(
     """Returns a step that runs `train` on each island, and joins the islands every `every` steps.
 
     The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
-    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands]:
-    their spec is `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
+    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
+    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step: the mean is over those, and the others continue with their own weights until a later
-    round. A round without islands changes nothing.
+    this step. The mean is over the present islands; the others continue with their own weights
+    until a later round. A round without islands changes nothing.
 
     Args:
-        train: the step of one island, such as `step.make` gives; it names the axes inside an island
-            alone.
+        train: the step of one island, such as `step.make` returns. It names only axes inside an
+            island.
         outer: the outer optimizer; it acts element by element where weights are split.
         every: H, the steps between two rounds.
         axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which
             sends int8.
-        stream: which part of the model a round exchanges, and when it is used; by default all of
-            it, at once.
+        stream: the part of the model that a round exchanges, and the delay until its use; by
+            default the whole model, used at once.
 
     Raises:
         ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
@@ -109,9 +107,11 @@ def local(
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
+        """Returns the state and info after one step of each island, and the rounds that are due."""
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
+            # The rounds of fragment k come H k / F steps after those of fragment 0.
             # Fragments are due at different steps, so that the traffic is spread over the H steps.
             first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
@@ -130,6 +130,7 @@ def local(
 
 
 def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
+    """Returns whether step `number` is `first` plus a multiple of `every`; never at step 0."""
     # Before the first step all islands are equal, and a round would send zeros.
     return (number > 0) & ((number - first) % every == 0)
 
@@ -152,7 +153,8 @@ class _Round(eqx.Module):
     mixing: float
     present: Bool[Array, " islands"] | None
 
-    # Each of these takes and returns `(inner, state)`: the island's state, and that of all islands.
+    # `at_once`, `start` and `finish` take and return `(inner, state)`: the state of this island,
+    # and the state of all islands.
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
         """Exchanges the fragment and uses the result."""
@@ -172,7 +174,7 @@ class _Round(eqx.Module):
         """Uses the result that `start` stored."""
         inner, state = states
         sent = state.sent[self.k]
-        assert sent is not None  # `start` filled it
+        assert sent is not None  # since a stream with a delay has such a result in its state
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
@@ -183,6 +185,7 @@ class _Round(eqx.Module):
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
+            """Returns W - w_i, or zeros if this island is absent."""
             # The difference of two near numbers would lose most of the bits of a bfloat16.
             kind = accumulation_dtype(outer.dtype)
             change = outer.astype(kind) - local.astype(kind)
@@ -198,10 +201,11 @@ class _Round(eqx.Module):
     def _total(
         self, delta: PyTree, error: PyTree, is_present: Bool[Array, ""]
     ) -> tuple[PyTree, PyTree]:
+        """Returns the sum of the islands' changes, and this island's new rounding error."""
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
 
-        # An absent island sends nothing, and keeps the error that it has not yet sent.
+        # An absent island sends zeros, and keeps the error that it has not sent yet.
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 
@@ -214,7 +218,10 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Takes the outer optimizer's step, and gives its weights to each present island."""
+        """Returns both states after the outer optimizer's step.
+
+        Each present island takes the new outer weights. If no island was present, nothing changes.
+        """
 
         def if_any_present(new, old):
             return jnp.where(sent.some, new.astype(old.dtype), old)
@@ -242,37 +249,44 @@ class _Round(eqx.Module):
 
 
 def _mixed(new: Array, old: Array, mixing: float) -> Array:
-    """Returns a mean with the weight `mixing` for the island's own weights."""
+    """Returns the mean of new and old weights, in which the old ones have the weight `mixing`."""
     return new if mixing == 0 else mixing * old + (1 - mixing) * new
 
 
 def _with(items: tuple, k: int, item: Any) -> tuple:
+    """Returns the tuple with another item k."""
     return (*items[:k], item, *items[k + 1 :])
 
 
 def _trained(model: PyTree, outer: PyTree) -> PyTree:
-    """Returns the leaves of `model` that the outer optimizer trains: where `outer` has one."""
+    """Returns the leaves of `model` that the outer optimizer trains: those that `outer` has too."""
     leaves = dict(jax.tree.leaves_with_path(model))
     return jax.tree.map_with_path(lambda path, leaf: leaves[path], outer)
 
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
-    """Returns `change(both)` if the predicate, the same on all devices, is true; else `both`."""
+    """Returns `change(both)` if the predicate is true, else `both`.
+
+    The predicate must be the same on all devices: `change` may hold collectives.
+    """
     # Both branches of a `cond` must return the same types, with the same varying axes.
     arrays, static = eqx.partition(both, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 
-    def taken(arrays):
+    def changed(arrays):
+        # Both branches of a conditional must have the same types.
         new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)
 
-    return eqx.combine(lax.cond(predicate, taken, lambda arrays: arrays, arrays), static)
+    return eqx.combine(lax.cond(predicate, changed, lambda arrays: arrays, arrays), static)
 
 
 def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
-    """Returns this island's state, from its block [1, ...] of the stacked one."""
+    """Returns this island's state from `inner`, the device's block [1, ...] of all islands'
+    states."""
 
     def without_island_dim(path, x):
+        """Returns a leaf [1, ...] without its first dim."""
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
                 "islands.local needs the state that islands.init makes, of [islands, ...] split "
@@ -290,6 +304,7 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
 
 
 def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
+    """Returns this island's state as a block [1, ...]: the inverse of `_local_state`."""
     stacked = _map_arrays(lambda x: varying(x, names)[None], inner)
     return eqx.tree_at(_step_of, stacked, inner.step)
 
@@ -309,22 +324,25 @@ def _map_arrays(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
     """Returns `train` as if there were one island: inside, no type varies along `names`.
 
-    A train step reduces along the axes along which its values vary, such as for the norm of its
-    gradients. Without the islands' axis in the types, it does so inside the island. The program is
-    the same: only types change.
+    A train step sums over the axes along which its values vary, for example for the norm of its
+    gradients. Without the islands' axis in the types, it sums inside the island only. No operation
+    is added: only types change.
     """
 
     def hidden(x):
+        """Returns `x` typed as if it were the same on all islands."""
         axes = tuple(set(names) & set(varying_axes(x)))
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
+        """Returns the island's state and info after `train`, which vary along `names` again."""
         _check_split(batch, names)
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         static_results = []
 
         def traced(arrays):
+            """Returns the arrays of the results of `train`; other leaves go to `static_results`."""
             inner, batch, limit = eqx.combine(arrays, static)
             results = train(inner, batch) if limit is None else train(inner, batch, limit)
             result_arrays, static_part = eqx.partition(results, trees.is_array)
@@ -339,13 +357,15 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         inner, info = eqx.combine(results, static_results[-1])
         number: Int[Array, ""] = inner.step
         inner, info = _map_arrays(lambda x: varying(x, names), (inner, info))
-        # A number that varied could be no predicate of a round: all devices must take one branch.
+        # The number of the step decides whether a round is due. All devices must decide alike, so
+        # its type must not vary.
         return eqx.tree_at(_step_of, inner, number), info
 
     return run
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
+    """Raises `ValueError` if no array of the batch differs between islands."""
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if (
         axis_size(names) > 1
@@ -359,7 +379,7 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 
 
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
-    """Refuses a train step that works along the axis of the islands."""
+    """Raises `ValueError` if a train step has a value that varies along the islands' axis."""
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(

@@ -130,6 +130,7 @@ def state_init(
     has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
     def make(arrays):
+        """Returns the arrays of the islands' state from the arrays of one island's state."""
         # All islands begin with the same weights, and each has a block of its own from then on.
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
@@ -171,7 +172,17 @@ def _specs(
     mesh: trees.AnyMesh,
     has: tuple[bool, bool],
 ) -> State:
-    """Returns the specs of a state; `has` says whether it has rounding errors, and sent changes."""
+    """Returns the specs of a state of islands.
+
+    Args:
+        specs: of the state of one island.
+        outer: the outer optimizer.
+        parts: the fragments of the model.
+        weights: the shapes of the trained weights.
+        names: the mesh axes of the islands.
+        mesh: the mesh.
+        has: whether the state has rounding errors, and whether it has sent changes.
+    """
     by_path = trees.by_path(specs.model)
 
     def spec_of(tree):
@@ -193,7 +204,7 @@ def _specs(
 
 
 def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
-    """Returns zeros of the weights' shapes behind `first_dims`, in the type of their sums."""
+    """Returns zeros of shape `[*first_dims, *weight]`, in the dtype in which weights are summed."""
 
     def zeros(w):
         return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
@@ -202,6 +213,7 @@ def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
 
 
 def _nothing_sent(weights: PyTree, islands: int) -> SentChanges:
+    """Returns the result of an exchange at which no island was present."""
     return SentChanges(_zeros(weights), jnp.asarray(False), jnp.zeros(islands, bool))
 
 
@@ -224,7 +236,7 @@ def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> in
 
 
 def joint_model(state: State) -> PyTree:
-    """Returns the outer weights, with the first island's leaves where nothing is trained."""
+    """Returns the model: the outer weights, and the first island's leaves that are not trained."""
     first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
@@ -232,7 +244,7 @@ def joint_model(state: State) -> PyTree:
 def shapes_for_islands(shapes: State, islands: int) -> State:
     """Returns the shapes of a state of another number of islands, to restore it from a checkpoint.
 
-    Each device has the parts of all islands.
+    The first dim is not split over devices, so that any number of islands can be restored.
     """
 
     def resized(x):
@@ -255,20 +267,21 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """Returns `state` for the number of islands of `shapes`, and a sentence for each loss.
+    """Returns `state` for the number of islands of `shapes`, and a sentence for each thing lost.
 
         like = islands.shapes_for_islands(train_step.shapes, 2)    # it was saved by two islands
         state = checkpoints.restore(like).state
         state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
-    All islands continue with the outer weights. Of n islands before, island i mod n gives island i
-    its inner optimizer's state. Exchanges under way and rounding errors are dropped.
+    All islands continue with the outer weights. If there were n islands before, island i takes the
+    inner optimizer's state of island i mod n. Exchanges under way and rounding errors are dropped.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
     arrays, static = eqx.partition(state, trees.is_array)
 
-    def taken(tree):
+    def from_sources(tree):
+        """Returns the tree with each island's arrays from the old island that it continues."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
@@ -280,21 +293,27 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
-    def change(state):
+    def resized(state):
+        """Returns the state with a first dim of `islands` in the arrays of `inner`.
+
+        Every island starts from the outer weights, `state.model`, and takes the leaves that are
+        not trained, and the inner optimizer, from its source. Rounding errors and exchanges under
+        way become zero: they belong to islands that may be gone.
+        """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
         new = step.State(
-            eqx.combine(copies, taken(inner.model)),
-            taken(inner.optimizer),
-            inner.step,
-            taken(inner.scale),
+            eqx.combine(copies, from_sources(inner.model)),
+            from_sources(inner.optimizer),
+            inner.step,  # one number for all islands: it has no first dim
+            from_sources(inner.scale),
         )
         sent = tuple(map(nothing_sent, state.sent))
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
     array_shapes = eqx.filter(shapes, trees.is_array)
-    places = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), array_shapes)
-    new_state = eqx.combine(jax.jit(change, out_shardings=places)(arrays), static)
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), array_shapes)
+    new_state = eqx.combine(jax.jit(resized, out_shardings=shardings)(arrays), static)
     return new_state, _losses(state, before, islands)
 
 

@@ -1,10 +1,10 @@
-"""Where every leaf of a tree lives: a rule is a function (path, leaf) -> `PartitionSpec`, or None
-to leave it to another rule.
+"""Rules, which say how each leaf of a tree is split over the mesh.
 
-`match` gives one spec to all paths under a glob, `first` asks rules in order, `fsdp` splits one
-more dim of what another rule gave, `experts` is for what tokens travel to. Any function of your own
-is a rule too. `specs` asks a rule about every leaf and refuses what would not run, or would run and
-train something else.
+A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
+rule. `match` gives one spec to all paths that match a glob. `first` asks rules in order. `fsdp`
+splits one more dim after another rule. `experts` is a `match` for the weights of experts. Any
+function of your own is a rule too. `specs` applies a rule to every leaf. It raises an error for
+specs that would not run, or would train another model.
 """
 
 from parallax._typing import Rule

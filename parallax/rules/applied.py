@@ -1,5 +1,8 @@
-"""A rule asked about every leaf of a tree: its spec, why, and the refusal of what would not run, or
-would run and train something else."""
+"""Applies a rule to every leaf of a tree: the leaf's spec, the reason, and what is wrong with it.
+
+A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
+another model.
+"""
 
 import difflib
 import math
@@ -17,11 +20,10 @@ from parallax.trees import RENAME, SpecsByPath, entry_axes, is_array, twice
 
 
 def paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`:
-    `[("blocks.0.weight", leaf), ...]`.
+    """Returns each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`.
 
-    The parts are attributes, dict keys and sequence indices. Leaves that are no arrays are listed
-    too, so it also reads specs.
+    An example is `[("blocks.0.weight", leaf), ...]`. The parts of a path are attributes, dict keys
+    and sequence indices. Leaves that are no arrays are listed too, so it also reads specs.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
@@ -34,20 +36,22 @@ def specs(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Specs:
-    """Returns the spec that `rule` gives each array of `tree`: a tree of the same structure, with
-    None where a leaf is no array.
+    """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
-    Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The
-    result serves as the `in_specs` of the arrays of `tree`, filtered out with `eqx.filter` or
-    `eqx.partition`.
+    It has the structure of `tree`, with None for leaves that are no arrays. Arrays may be
+    `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as
+    the `in_specs` of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
 
-    Raises `ValueError` at the first of these (`audit` lists all): two arrays of one path; a rule or
-    `keep` pattern that matches no leaf, or only leaves that earlier rules take; a leaf without a
-    rule; an `fsdp` whose `size` is not that of the mesh; then, leaf by leaf, a spec with more
-    entries than dims or with an axis twice; a dim split over one of `batch_axes` by anything other
-    than `fsdp` or `experts`, since then each replica would train a different model; an axis that
-    the mesh lacks or whose size does not divide the dim. Without a mesh, what needs its sizes is
-    not checked.
+    Without a mesh, errors that depend on its sizes are not found.
+
+    Raises:
+        ValueError: the first of these (`audit` lists all). First for the rules: two arrays with the
+            same path; a rule or `keep` pattern that matches no leaf, or only leaves that earlier
+            rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh. Then
+            for each leaf: a spec with more entries than dims, or with an axis twice; a dim split
+            over one of `batch_axes` by anything other than `fsdp` or `experts`, since each replica
+            would train a different model; an axis that the mesh lacks, or whose size does not
+            divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -60,11 +64,11 @@ def specs(
 
 
 class Audit(NamedTuple):
-    """What a rule makes of a tree.
+    """The specs that a rule gives the leaves of a tree, and the errors in them.
 
     Attributes:
-        specs: of the arrays whose spec would do, by path.
-        refusals: what is wrong, in the order in which `specs` would raise it.
+        specs: the valid specs, by the path of their array.
+        refusals: the errors, in the order in which `specs` would raise them.
     """
 
     specs: dict[str, PartitionSpec]
@@ -78,18 +82,18 @@ def audit(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Audit:
-    """Returns the specs that `specs` gives and all that it refuses, in its order."""
+    """Returns the valid specs of `tree`, and all errors that `specs` would raise, in its order."""
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     if mesh is not None:
         for wrapper in {
-            # By identity: a rule that was given twice is told once, and rules need not be hashable.
+            # By identity: an `fsdp` that is used twice gives one error, and needs no hash.
             id(wrapper): wrapper
             for p in placements
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # All leaves are known first: only together do they show that an axis splits the layers.
+    # `stacked_axes` needs all leaves: one alone does not show that an axis splits the layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -105,8 +109,7 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """Describes for each array's path its spec, the rule that gave it, and what each `fsdp`
-    changed.
+    """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
 
     Raises:
         ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a
@@ -114,17 +117,21 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)
-    return {
-        p.path: "; ".join([f"{p.spec}: {name_of(p.rule)}", *map("{} {}".format, p.wrappers, p.why)])
-        for p in placements
-    }
+    explanations = {}
+    for placement in placements:
+        changes = map("{} {}".format, placement.wrappers, placement.why)
+        reasons = [f"{placement.spec}: {name_of(placement.rule)}", *changes]
+        explanations[placement.path] = "; ".join(reasons)
+    return explanations
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """Returns the placements of the arrays of `tree`, in order, and the refusals of idle rules and
-    of leaves that get no spec."""
+    """Returns the placements of the arrays of `tree`, in order, and the errors of the rules.
+
+    These errors are rules that place no leaf, leaves without a spec, and paths that occur twice.
+    """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
-    # Rule by rule and not leaf by leaf, so that a rule which never gets a leaf is seen.
+    # Rule by rule instead of leaf by leaf, so that a rule that places no leaf is found.
     taken: dict[int, Placement] = {}
     refusals, unplaced = (
         [_same_path(path, arrays) for path in twice([path for path, _ in arrays])],
@@ -137,8 +144,9 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                 if not isinstance(given, PartitionSpec):
                     refusals.append(_no_spec(path, part, given))
                     unplaced.add(i)
-                    given = P()  # in its stead
+                    given = P()  # so that later steps can go on
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
+        # These two may place nothing: they end lists of rules, which may leave no leaf for them.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
@@ -168,10 +176,12 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
 def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
+    """Returns the placement of a leaf: the spec `given` by its rule, after all `fsdp`s around
+    it."""
     spec, why = given, []
     for wrapper in wrappers:
-        # An expert's axis may split the batch too; to split another dim over it would use the axis
-        # twice.
+        # An axis that splits the experts may also be the axis of the `fsdp`. To split another dim
+        # over it would use the axis twice.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
@@ -186,6 +196,7 @@ def _placement(
 
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
+    """Returns the refusal of a path that several arrays have."""
     shapes = " and ".join(str(leaf.shape) for name, leaf in arrays if name == path)
     what = (
         f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape "
@@ -195,11 +206,13 @@ def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
 
 
 def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
+    """Returns the refusal of a rule whose result is neither a spec nor None."""
     what = f"{path}: a rule must give a PartitionSpec or None, but {name_of(rule)} gave {given!r}"
     return Refusal("no-spec", path, what, "return P(...)", P())
 
 
 def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
+    """Returns the refusal of a leaf to which no rule gives a spec."""
     names = [name_of(*part) for part in _parts(rule)]
     what = (
         f"{path}: each leaf needs a rule, but none of the {len(names)} "
@@ -209,8 +222,10 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
-    """Returns the rules at the bottom of `first` and `fsdp`, in the order in which they are asked,
-    each with the `fsdp`s around it."""
+    """Yields the innermost rules, those that are no `first` and no `fsdp`, in their order.
+
+    Each comes with the `fsdp`s around it, the innermost first.
+    """
     if isinstance(rule, first):
         for part in rule.rules:
             yield from _parts(part, wrappers)
@@ -222,8 +237,11 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Returns whether this is `match("**", P())`, which may end any list of rules: there need not
-    be a rest. An `fsdp` around it needs a leaf by another rule."""
+    """Returns whether this is a `match("**", P())` that may place no leaf.
+
+    It may end any list of rules, and earlier rules may leave nothing for it. But an `fsdp` around
+    it that wraps no other leaf would do nothing: then it must place a leaf.
+    """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
     return ends_a_list and used.issuperset(map(id, wrappers))
@@ -232,6 +250,10 @@ def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Pla
 def _idle(
     rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]
 ) -> Refusal:
+    """Returns the refusal of a rule that places no leaf.
+
+    `taken` are the placements by earlier rules, by the leaf's number in `arrays`.
+    """
     if not isinstance(rule, match):
         left = len(arrays) - len(taken)
         what = (
@@ -239,7 +261,7 @@ def _idle(
             f"{len(arrays)})"
         )
         return Refusal("idle-rule", name, what, "change or remove it")
-    # A pattern that matches nothing is misspelt; one whose leaves are taken stands too late.
+    # A pattern that matches nothing is misspelt. One whose leaves earlier rules took is too late.
     hits = [i for i, (path, _) in enumerate(arrays) if matches_glob(rule.pattern, path)]
     if not hits:
         what = f"rule {name} {_no_match(rule.pattern, arrays)}"
@@ -253,6 +275,7 @@ def _idle(
 
 
 def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
+    """Yields the refusal of an `fsdp` whose axis the mesh lacks or whose size it contradicts."""
     missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
     if missing:
         yield Refusal(
@@ -269,12 +292,14 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
+    """Returns the words for a pattern that matches no leaf, with the nearest path."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )
 
 
 def _nearest(text: str, choices: list[str]) -> str:
+    """Returns words that name the choice nearest to `text`, or nothing if there is no choice."""
     return "".join(
         f" (the nearest is {choice})"
         for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)

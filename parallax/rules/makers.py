@@ -1,10 +1,10 @@
-"""What makes rules: `match` gives one spec to all paths under a glob, `first` asks rules in order,
-`fsdp` splits one more dim.
+"""The rules of the library: `match`, `first`, `fsdp` and `experts`.
 
-`experts` is a `match` for what tokens travel to.
+`match` gives one spec to all paths that match a glob. `first` asks rules in order. `fsdp` splits
+one more dim. `experts` is a `match` for the weights of experts.
 
-A rule is a function (path, leaf) -> `PartitionSpec`, or None to leave it to another rule. Any
-function of your own is one too.
+A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
+rule. Any such function of your own is a rule too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ from jax.sharding import PartitionSpec as P
 from parallax._typing import Rule
 from parallax.rules.placement import free, padded, spec_of
 
-# They are classes in lower case, as `functools.partial` is: made and called like functions, yet
-# `specs` can look inside them to say which rule is at fault.
+# The rules are classes in lower case, as `functools.partial` is. They are called like functions,
+# and `specs` reads their fields to name the wrong rule in an error.
 
 
 @dataclass(frozen=True)
 class match:
     """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
 
-    A pattern is matched part by part, the parts being set apart by dots: `**` stands for any number
-    of parts (none included), and any other part is a file-name glob: `*` is one whole part, `w*` a
-    part that begins with w.
+    Dots separate the parts of a pattern and of a path, and part is matched with part. `**` stands
+    for any number of parts, also for none. Any other part is a file-name glob: `*` is one whole
+    part, `w*` a part that begins with w.
     """
 
     pattern: str
@@ -44,11 +44,11 @@ class match:
 
 @dataclass(frozen=True)
 class experts(match):
-    """`match` for experts, which `parallax.experts.moe` brings the tokens of all replicas to.
+    """A `match` for the weights of experts, to which `parallax.experts.moe` sends tokens.
 
-    Its spec may name an axis that splits the batch, and an `fsdp` over the same axis round it
-    leaves the leaf as it is. Anything else that is split over such an axis would be another model
-    on each replica.
+    Tokens of all replicas reach each expert, so its spec may name an axis that splits the batch. An
+    `fsdp` over the same axis does not change the leaf. Any other leaf that is split over such an
+    axis would be another model on each replica.
     """
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class experts(match):
 
 @dataclass(frozen=True, init=False)
 class first:
-    """The rule that gives what the first of `rules` to know the path gives."""
+    """The rule that returns the first spec that one of `rules` returns, asked in order."""
 
     rules: tuple[Rule, ...]
 
@@ -72,27 +72,27 @@ class first:
 
 @dataclass(frozen=True)
 class fsdp:
-    """The rule of ZeRO-3: what `inside` gives, with the largest free dim that divides by `size`
-    split over `axis_name`.
+    """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
 
-    Of equally large dims the first is taken. A leaf of fewer than `min_size` elements (counted
-    before any split), or in which no free dim divides, stays as `inside` gave it; `explain` says
-    which and why. To spare whole leaves, ask another rule first:
+    The split dim is the largest that no axis splits yet and that divides by `size`; of equally
+    large dims, the first. Two kinds of leaf keep the spec of `inside`: those of fewer than
+    `min_size` elements, counted before any split, and those without such a dim. `explain` names
+    them. To keep some leaves whole, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
 
-    `keep` maps globs to dims not to be split: `keep={"blocks.**": (0,)}` spares the layers dim that
-    a scan runs over. Where it is forgotten, each replica would run some of the layers;
-    `zero.gathered` refuses that.
+    `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps the dim of
+    layers, over which a scan runs, whole. If that dim were split, each replica would run only some
+    of the layers; `zero.gathered` raises an error then.
 
-    `size` is that of the mesh axis (for a tuple of axes: their product), so that a rule needs no
-    mesh; `specs` checks it.
+    `size` is the size of the mesh axis, or the product for a tuple of axes. It is given here so
+    that a rule needs no mesh; `specs` compares it with the mesh.
 
     Raises:
         ValueError: `size` is below 1.
     """
 
     axis_name: str | tuple[str, ...]
-    # In the rule and not read from a mesh, so that a rule can be made before there is one.
+    # Given instead of read from a mesh, so that a rule can be made before the mesh.
     size: int = field(kw_only=True)
     min_size: int = field(default=2**10, kw_only=True)
     # A dict has no hash, and a frozen dataclass needs one to be part of a `jax.jit` key.
@@ -109,7 +109,7 @@ class fsdp:
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """Returns the spec that `inside` gives, with one more dim split where one fits."""
         spec = self.inside(path, leaf)
-        # A leaf that `inside` does not know is left to another rule.
+        # A leaf to which `inside` gives no spec is left to another rule.
         return None if spec is None else self.split(path, leaf, spec)[0]
 
     def __repr__(self) -> str:
@@ -149,9 +149,10 @@ def matches_glob(pattern: str, path: str) -> bool:
     """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
+        """Returns whether the globs match all parts."""
         if not globs:
             return not parts
-        # It stands for no part, or for one and whatever it stands for after that.
+        # `**` stands for no part, or for the first part and any number of later ones.
         if globs[0] == "**":
             return fits(globs[1:], parts) or (bool(parts) and fits(globs, parts[1:]))
         return bool(parts) and fnmatchcase(parts[0], globs[0]) and fits(globs[1:], parts[1:])

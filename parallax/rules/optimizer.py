@@ -1,4 +1,4 @@
-"""Where the optimizer's state lives: beside the parameters that it belongs to."""
+"""The specs of an optimizer's state, which is split like the parameters that it belongs to."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, par
 
 
 class GatheredOptState(eqx.Module):
-    """The state of an optimizer that works on leaves which are whole, as `parallax.optimizers`
-    makes them.
+    """The state of an optimizer of `parallax.optimizers`, which works on whole matrices.
 
     Attributes:
-        groups: the state of each group of leaves with the same layers.
-        names: the axes along which leaves are whole; layers are split over them.
+        groups: the state of each group of leaves; the leaves of a group have the same layers.
+        names: the axes along which matrices are whole; layers are split over these axes instead.
         members: the paths of each group's leaves.
-        leads: how many of their first dims are layers, and so of every array of the group's state.
+        leads: for each group, the number of first dims that are layers, in its leaves and in every
+            array of its state.
     """
 
     groups: list[PyTree]
@@ -33,7 +33,7 @@ class GatheredOptState(eqx.Module):
 
 
 def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
-    """Refuses axes of `parallax.optimizers` that the mesh lacks. Raises `ValueError`."""
+    """Raises `ValueError` if the mesh lacks one of the axes given to `parallax.optimizers`."""
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
@@ -49,22 +49,29 @@ def optimizer_specs(
     specs: Specs,
     mesh: AnyMesh | None = None,
 ) -> Specs:
-    """Returns a spec for each array of `optimizer.init(arrays of tree)`: moments follow their
-    parameter, all else (counts) is `P()`.
+    """Returns a spec for each array of `optimizer.init(arrays of tree)`.
 
-    `specs` is what `specs(tree, rule)` gives. A moment of another shape than its parameter must be
-    that parameter reduced over some dims (dropped, or kept as 1), as the factored moments of
-    Adafactor are: each dim that is left stays split as it was. Where equal sizes leave open which
-    dim was reduced, only the splits that all readings share are kept. Any other shape is a
-    `ValueError`, unless the parameter is whole: then so is all its state.
+    A moment has the spec of its parameter. Other arrays, such as counts, have `P()`.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are those
-    that `specs` has and `tree` has not: pass `eqx.filter(tree, trained)` where some leaves are
-    frozen. State of `parallax.optimizers` is whole along its axes, each of which `mesh` must have,
-    if it is given.
+    A moment may have another shape than its parameter if it is that parameter reduced over some
+    dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
+    remaining dim stays split as in the parameter. If equal sizes leave open which dim was reduced,
+    a dim stays split only if all possible readings agree. Any other shape is a `ValueError`, unless
+    the parameter is whole: then its state is whole too.
 
-    The specs say where the state lives, not that an update on shards equals one on the whole;
-    `step.make` asks that.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are leaves
+    that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. The state of
+    `parallax.optimizers` is whole along the axes of those optimizers; if `mesh` is given, it must
+    have them.
+
+    The specs do not promise that an update on shards equals one on whole leaves; `step.make` checks
+    that.
+
+    Args:
+        optimizer: the optimizer.
+        tree: the model, or its shapes.
+        specs: the result of `specs(tree, rule)`.
+        mesh: the mesh, to check the names of axes.
     """
     arrays = eqx.filter(tree, is_inexact)
     given = by_path(specs)
@@ -73,6 +80,11 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
+        """Returns the spec of one array of the state, at `path` in the state.
+
+        `spec_of_leaf` gives a parameter's spec by its path. `spec_without_leaf` is the spec of an
+        array that belongs to no parameter.
+        """
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:
@@ -81,6 +93,11 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
+        """Returns the specs of the state of one group of `GatheredOptState`.
+
+        The group's leaves have the paths `members`; their first `lead` dims are layers.
+        """
+
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
@@ -91,9 +108,10 @@ def optimizer_specs(
         return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
+        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
-        # A misspelt axis would leave the layers with all devices, and nothing else would say so.
+        # With a misspelt axis, each device would keep all layers, and no error would say so.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [
@@ -102,7 +120,7 @@ def optimizer_specs(
         ]
         return GatheredOptState(groups, node.names, node.members, node.leads)
 
-    # The shapes alone: a state of a model that fits no device can still be placed.
+    # Only shapes are computed, so the model may be larger than the memory of a device.
     state = jax.eval_shape(optimizer.init, arrays)
     return jax.tree.map_with_path(
         specs_of_node, state, is_leaf=lambda node: isinstance(node, GatheredOptState)
@@ -110,7 +128,7 @@ def optimizer_specs(
 
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
-    """Refuses specs that lack one of the leaves at `paths`."""
+    """Raises `ValueError` if a leaf at one of `paths` has no spec."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
@@ -122,37 +140,53 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 
 
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
-    """Returns the spec of a leaf that is whole along the axes `names`, its layers split over
-    them."""
-    split = [name for entry in entries[lead:] for name in entry_axes(entry) if name in names]
-    # What splits a dim already cannot split the layers as well.
-    done = {name for entry in entries for name in entry_axes(entry)}
-    left = [
-        tuple(name for name in entry_axes(entry) if name not in names) for entry in entries[lead:]
-    ]
+    """Returns the spec of a leaf whose matrices are whole along the axes `names`.
+
+    Its layers, the first `lead` dims, are split over these axes instead.
+
+    Args:
+        entries: the entries of the parameter's spec, one for each dim.
+        lead: the number of first dims that are layers.
+        names: the axes along which matrices are whole.
+    """
+
+    def as_entry(axes):
+        """Returns a tuple of axes as JAX writes it in a spec: None, a name, or a tuple."""
+        if not axes:
+            return None
+        return axes[0] if len(axes) == 1 else axes
+
+    matrix_entries = [entry_axes(entry) for entry in entries[lead:]]
+    moved = [name for axes in matrix_entries for name in axes if name in names]
+    remaining = [tuple(name for name in axes if name not in names) for axes in matrix_entries]
+    # An axis can split one dim only.
+    used = {name for entry in entries for name in entry_axes(entry)}
     layers = [entry_axes(entry) for entry in entries[:lead]]
     if lead:
-        # The axes of the matrices' dims split the layers instead, inside those that already do: so
-        # `optimizers.by_matrix` deals them out.
-        layers[-1] = (*layers[-1], *split, *(name for name in names if name not in done))
-    return spec_of(
-        [(entry[0] if len(entry) == 1 else entry) if entry else None for entry in (*layers, *left)]
-    )
+        # The axes that split the matrices split the last dim of layers instead, inside the axes
+        # that split it already. `optimizers.by_matrix` gives layers to devices in this order.
+        layers[-1] = (*layers[-1], *moved, *(name for name in names if name not in used))
+    return spec_of([as_entry(axes) for axes in (*layers, *remaining)])
 
 
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
+    """Returns the spec of a moment of the parameter `leaf`, which has `spec` and `path`.
+
+    Raises `ValueError` if the moment is not the leaf reduced over some dims, and the leaf is split.
+    """
     if moment.shape == leaf.shape:
         return spec
     entries = padded(spec, leaf.ndim)
-    # The parameter is whole, so any shape is right whole.
+    # If the parameter is whole, so is its moment, whatever its shape.
     if not any(entry_axes(entry) for entry in entries):
         return P()
+    # Each reading says which dims of the leaf the moment kept, and gives the entries of its dims.
     readings = [
         [
             entries[dim] if size == leaf.shape[dim] else None
             for size, dim in zip(moment.shape, dims, strict=True)
         ]
-        # Which dims were dropped is not written anywhere, so all that fit are tried.
+        # Nothing records which dims were dropped, so all choices that fit the sizes are tried.
         for dims in itertools.combinations(range(leaf.ndim), moment.ndim)
         if all(size in (1, leaf.shape[dim]) for size, dim in zip(moment.shape, dims, strict=True))
     ]
@@ -163,6 +197,7 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
             f"spec {spec}; wrap the optimizer in optimizers.whole, which keeps its state whole, "
             "replicate the leaf with P(), or write the specs of this state by hand."
         )
+    # A dim stays split only if all readings split it alike.
     return spec_of(
-        [column[0] if len(set(column)) == 1 else None for column in zip(*readings, strict=True)]
+        [choices[0] if len(set(choices)) == 1 else None for choices in zip(*readings, strict=True)]
     )

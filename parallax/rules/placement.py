@@ -1,5 +1,4 @@
-"""A leaf and the spec that a rule gave it: whether the spec fits, and the sentence that refuses
-it."""
+"""A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,14 +13,14 @@ from parallax.trees import entry_axes
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rule does not do.
+    """An error in a rule, or in the spec that it gave a leaf.
 
     Attributes:
-        kind: its name, such as "does-not-divide".
+        kind: the kind of error, such as "does-not-divide".
         where: the path of the leaf, or the rule.
-        what: what was needed, and what came.
-        cure: what to do.
-        fits: a spec that the leaf could have: the one it was given, without what does not fit.
+        what: the text of the error: what was needed, and what came.
+        cure: the text that says what to do.
+        fits: a spec that the leaf could have: the given one, without the axes that do not fit.
     """
 
     kind: str
@@ -41,17 +40,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Placement:
-    """What became of one leaf.
+    """The spec of one leaf, and how it came about.
 
     Attributes:
-        path: its name, dotted.
+        path: the leaf's dotted path.
         leaf: the array, or its `jax.ShapeDtypeStruct`.
-        rule: the one that took it.
+        rule: the rule that gave the leaf its spec.
         given: the spec that this rule gave.
         wrappers: the `rules.fsdp`s around that rule, innermost first.
-        spec: what they made of it.
-        why: what each of them did, in words.
-        visited: the tokens of all replicas come to it.
+        spec: the spec after all `wrappers`.
+        why: what each wrapper did, in words.
+        visited: whether the tokens of all replicas travel to this leaf: it is an expert's.
     """
 
     path: str
@@ -75,20 +74,25 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns why the leaf cannot have its spec; nothing where it can. Without a mesh, what needs
-    its sizes is not asked.
+    """Returns the errors in the spec of a leaf, if any.
 
-    Along the axes `stacked` all leaves are split in the same dim, which may be a model's layers: a
-    leaf without that split would have each device run all of them, and is never advised.
+    Args:
+        p: the leaf and its spec.
+        batch_axes: the axes that split the batch.
+        mesh: the mesh; without it, errors that depend on its sizes are not found.
+        stacked: the axes that split the same dim of several leaves, which may be a model's layers.
+            If one leaf dropped that split, each device would run all layers, so no error advises
+            it.
     """
-    # A spec with too many entries has no sizes to compare.
+    # A spec with more entries than dims has entries without a size to compare.
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     if mesh is not None and not refusals:
         refusals = list(_sizes_refused(p, mesh, stacked))
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        # The spec without that axis would have each device run all layers.
+        """Returns the error with a spec that would fit, if one may be advised."""
+        # Without that axis each device would run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -97,18 +101,21 @@ def refused(
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
-    """Returns the axes that split the same dim, of the same size, of two leaves or more, and no
-    other: as stages split layers."""
+    """Returns the axes that split layers, as the axis of a pipeline's stages does.
+
+    They split two leaves or more, always in the same dim, of the same size.
+    """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
-    # One leaf alone may be split by chance; the same dim and size in several are layers.
+    # A single leaf may be split in any dim; the same dim and size in several leaves are layers.
     return {axis for axis, dims in dims_by_axis.items() if len(dims) > 1 and len(set(dims)) == 1}
 
 
 def _entries_refused(p: Placement) -> Iterator[Refusal]:
+    """Yields the errors of a spec with too many entries, or with an axis twice."""
     if len(p.spec) > p.leaf.ndim:
         what = (
             f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has "
@@ -129,10 +136,10 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
+    """Yields an error for each dim that a rule splits over an axis of the batch."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
-            # What the rule itself gave is looked at, and not what `fsdp` added: ZeRO-3 splits over
-            # the batch's axis on purpose.
+            # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
             if axis in batch_axes and not p.visited:
                 # Without a mesh the advice leaves the size open.
                 size = "..." if mesh is None else mesh.shape.get(axis, "...")
@@ -152,6 +159,7 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
+    """Yields an error for each axis that the mesh lacks or whose size does not divide the dim."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -176,7 +184,7 @@ def _sizes_refused(
                 f"{subject} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
             )
             cure = f"{others}, or replicate this leaf with P()"
-            # To replicate one leaf of the stacked ones would give its device all layers.
+            # If one leaf of the stacked ones were replicated, each device would run all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
                 cure = (
@@ -187,7 +195,7 @@ def _sizes_refused(
 
 
 def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
-    """Returns the words for an axis that the mesh lacks."""
+    """Returns the text of the error for an axis that the mesh lacks."""
     known = ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
     return f"{where}: there is no axis {axis!r} in the mesh, whose axes are {known}"
 
@@ -233,12 +241,12 @@ def padded(spec: PartitionSpec, ndim: int) -> list:
 
 def spec_of(entries: list) -> PartitionSpec:
     """Returns the spec of these entries, without trailing Nones."""
-    # JAX takes P() and P(None) for two specs.
+    # JAX treats P() and P(None) as different specs.
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return P(*entries)
 
 
 def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
-    """Returns a rule, and what is around it, in words."""
+    """Returns the name of a rule, and the wrappers around it, in words."""
     return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])
