@@ -62,8 +62,8 @@ def mean(
     """
     axis = Axis.of(axis)
     _check_mean(x, targets, axis, block_tokens)
-    # In the `custom_vjp` below, all arguments vary along the same axes. The transpose of `varying`
-    # sums a gradient over the axes along which its argument did not vary before.
+    # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments. The transpose
+    # of `varying` sums a gradient over the axes along which its argument did not vary before.
     others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
     count, wide = targets.size, precision.accumulation_dtype(x.dtype)

@@ -102,6 +102,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
         return leaf.astype(dtype) / scale.astype(dtype)
 
     def wrapped(params, batch):
+        """Returns the unscaled loss (and aux), and the unscaled gradients."""
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)

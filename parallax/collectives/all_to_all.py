@@ -69,6 +69,8 @@ def all_to_all(
         drop_in.check_divides("all_to_all", "split_axis", x.shape, split, n, tiled)
 
         def exchanged(x, split, concat):
+            """Returns `x` with dim `split` scattered and the received blocks joined along
+            `concat`."""
             blocks = _exchange(drop_in.split_blocks(x, split, axis_name, tiled), axis_name)
             return drop_in.merge_blocks(blocks, concat, tiled)
 

@@ -217,6 +217,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         """Returns this device's slices of the sum, scattered over the first part first."""
 
         def leaf(x):
+            """Returns the slices of one array."""
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
                 # A dim of n becomes one dim for each group; each group drops its own.
@@ -232,6 +233,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         """Returns all devices' blocks, gathered over the last part first."""
 
         def leaf(x):
+            """Returns the joined blocks of one array."""
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.

@@ -121,10 +121,9 @@ def gather(
 
 
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
-    """Yields the round numbers in chains: each table sends on the blocks that just arrived, or
-    none.
+    """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    A round that belongs to no longer chain is a chain by itself.
+    In a chain each table sends on exactly the blocks that just arrived, or sends nothing.
     """
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
@@ -183,7 +182,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
         offsets_by_trip = [offsets_after(trips) for trips in range(1, length + 1)]
-        # No earlier chain left partial sums that this one meets: only the own terms are added.
+        # If no earlier chain left partial sums for these devices, only own terms are added.
         if not any(offset in sums[table] for met in offsets_by_trip for offset in met):
             return own_terms
         # The loop's trip is traced, so it cannot index `sums`, a dict: the sums are stacked.

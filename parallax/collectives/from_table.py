@@ -91,18 +91,24 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
+        """Returns this device's blocks of the sum of each array, as `lax.psum_scatter` does."""
+
         def leaf(x):
             return drop_in.reduce_scatter_leaf(x, axis_name, slices, scatter_dimension, tiled)
 
         return leaf_by_leaf(leaf, x, axis_name)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False, to="varying"):
+        """Returns all devices' blocks of each array, as `lax.all_gather` does."""
+
         def leaf(x):
             return drop_in.all_gather_leaf(x, axis_name, slices, axis, tiled, to)
 
         return leaf_by_leaf(leaf, x, axis_name)
 
     def all_reduce(x, axis_name):
+        """Returns the sum of each array over the devices, as `lax.psum` does."""
+
         def total(x, axis_name):
             return all_reduce_array(x, routes(axis_name), axis_name)
 

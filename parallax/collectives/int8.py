@@ -331,11 +331,13 @@ def _slices(block_size):
     """Returns a reduce-scatter and an all-gather whose messages are all int8."""
 
     def scattered(x, dim, axis_name):
+        """Returns this device's slice, along `dim`, of the sum over devices."""
         blocks = drop_in.split_blocks(x, dim, axis_name, True)
         total, _ = _reduce(_widened(blocks).reshape(blocks.shape[0], -1), axis_name, block_size)
         return total.reshape(blocks.shape[1:]).astype(x.dtype)
 
     def gathered(x, dim, axis_name):
+        """Returns all devices' rounded `x`, joined along `dim`."""
         blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
         return drop_in.merge_blocks(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
 
@@ -351,8 +353,8 @@ def _reduce(parts, axis_name, block_size):
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
 
-    # The own part does not travel, so it is not rounded.
     def values(message):
+        """Returns the numbers of messages [n, bytes], and the exact numbers of the own part."""
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
@@ -390,6 +392,7 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
+        """Returns the result for one leaf of `x`, and the same leaf of the other trees."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)

@@ -267,6 +267,8 @@ def auto(
 
 
 def _all_reduce_call(f: Callable[..., Any], axis_name: AxisName) -> Callable[..., Any]:
+    """Returns `f` along `axis_name`, as a function of one array."""
+
     def call(x):
         return f(x, axis_name)
 
@@ -302,10 +304,13 @@ def measure(
     spec, n = P(axis_name), _size(mesh, axis_name)
 
     def placed(x, spec, n):
+        """Returns `x`, [1, ...], on each of n devices: a global array [n, ...]."""
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
+        """Returns the compiled program of `f` on each device's block [1, numbers]."""
+
         def body(x):
             return varying(f(x[0]), axis_name)[None]
 

@@ -191,6 +191,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
 
     def by_tokens(array):
+        """Returns a table with its two dims of tokens first: [tokens, tokens, other]."""
         dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
         return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
 

@@ -145,6 +145,7 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
+        """Sends on the keys of hop h, which have arrived, and adds their pairs to the sums."""
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
@@ -186,6 +187,7 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
+        """Sends on the keys of hop h and their gradients, `sums`, and adds the terms of hop h."""
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
 

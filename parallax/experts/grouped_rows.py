@@ -157,6 +157,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, y):
+            """Returns `y` with the weighted results of block j."""
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)

@@ -274,6 +274,7 @@ def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -
     axes = jax.tree.map(varying_axes, arrays)
 
     def changed(arrays):
+        """Returns the arrays after `change`, with their types from before."""
         # Both branches of a conditional must have the same types.
         new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)

@@ -248,6 +248,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
     """
 
     def resized(x):
+        """Returns the shape of an array [islands, ...] with another number of islands."""
         if not trees.is_array(x):
             return x
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
@@ -288,6 +289,7 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
+        """Returns an empty exchange for the new islands, or None if the stream has no delay."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)

@@ -104,6 +104,7 @@ def audit(
 
 
 def _raise_first(refusals: list[Refusal]) -> None:
+    """Raises `ValueError` for the first refusal, if there is one."""
     if refusals:
         raise ValueError(str(refusals[0]))
 
