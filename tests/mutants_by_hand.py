@@ -86,7 +86,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "_scatter_in_a_loop",
-        "if not any(o in sums[p] for met in offsets_met for o in met):",
+        "if not any(offset in sums[table] for met in offsets_by_trip for offset in met):",
         "if True:",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
     ),
@@ -98,8 +98,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "shares_of",
-        "p < length % parts",
-        "p <= length % parts",
+        "part < length % parts",
+        "part <= length % parts",
         "test_collectives.py::test_meaning_type_and_gradient -k two_rings",
     ),
     Mutant(
@@ -219,8 +219,8 @@ LAYERS = (
     ),
     Mutant(
         "check_places",
-        "if not (",
-        "if False and not (",
+        "if not uses_positions and",
+        "if False and",
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
     ),
     Mutant(
@@ -867,8 +867,8 @@ PLACEMENT = (
     ),
     Mutant(
         "_moment_spec",
-        "column[0] if len(set(column)) == 1 else None",
-        "column[0]",
+        "choices[0] if len(set(choices)) == 1 else None",
+        "choices[0]",
         "test_rules.py::test_factored_moments_keep_the_splits_of_their_dims",
     ),
     Mutant(
@@ -1562,8 +1562,8 @@ TOLD = (
     ),
     Mutant(
         "Hardware.link",
-        "span <= self.domain",
-        "span < self.domain",
+        "span > self.domain",
+        "span >= self.domain",
         "test_plan.py::test_links_are_slow_where_a_group_leaves_its_machine",
     ),
 )
@@ -1837,8 +1837,8 @@ ORDINARY = (
     Mutant("_to_owner", "shards.take(x, way.inner)", "x", "test_by_matrix.py -k is_the_optimizer"),
     Mutant(
         "_gathered_spec",
-        "layers[-1] = (*layers[-1], *split",
-        "layers[-1] = (*split, *layers[-1]",
+        "layers[-1] = (*layers[-1], *moved",
+        "layers[-1] = (*moved, *layers[-1]",
         "test_by_matrix.py::test_by_matrix_of_shares_of_shards",
         long=True,
     ),
@@ -1967,8 +1967,8 @@ EXPERTS = (
     ),
     Mutant(
         "_Exchange.of",
-        "jnp.clip(room - before(wish, 0), 0, wish)",
-        "jnp.minimum(wish, room)",
+        "jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)",
+        "jnp.minimum(wanted_rows, room)",
         "test_experts.py::test_what_finds_no_room_adds_nothing_and_is_counted",
     ),
     Mutant(
@@ -2225,13 +2225,13 @@ CONTEXT = (
     ),
     Mutant(
         "_scores",
-        "theirs.positions[None, None, :] <=",
-        "theirs.positions[None, None, :] <",
+        "k_marks.positions[None, None, :] <=",
+        "k_marks.positions[None, None, :] <",
         "test_context.py::test_equals_one_device[zigzag-1]",
     ),
     Mutant(
         "_scores",
-        "if theirs.is_token is not None:",
+        "if k_marks.is_token is not None:",
         "if False:",
         "test_context.py::test_equals_one_device[zigzag-4]",
     ),
