@@ -1,4 +1,4 @@
-"""Reads traced programs: the jaxprs inside an equation, the parts of a loop, and facts on values."""
+"""Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values."""
 
 import functools
 import operator

@@ -1,8 +1,7 @@
-"""Whether a record of a model's values is being made, and the layer and microbatch at which a
-program is traced.
+"""The record of a model's values: whether one is made, and the layer and microbatch of a trace.
 
-`taps` reports the values. A loop that only says its place needs this file alone, and while no
-record is made, nothing of it is in a program.
+`taps` reports the values. A loop that only gives its number imports just this file. While no record
+is made, this file adds nothing to a program.
 """
 
 import contextlib
@@ -15,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Bool, Int
 
-# What taps report to, a `taps.Recorder`.
+# The `taps.Recorder` to which taps report.
 RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
-_ENTERED = itertools.count()
-# The default is never changed in place.
+_ENTERED = itertools.count()  # a new number for each `at`
+# The tags of `at`. The default, a dict, is never changed in place.
 AT: ContextVar[dict[str, Any]] = ContextVar("at", default={})  # noqa: B039
 
 
@@ -29,15 +28,18 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Taps inside are at this `layer` or `microbatch`, whole numbers or arrays; None leaves it as
-    it is."""
+    """Gives the taps inside a `layer` or a `microbatch`: whole numbers, or arrays.
+
+    None keeps the number that the code around has set.
+    """
     if not is_on():
         yield
         return
     token = AT.set(AT.get() | {name: tag for name, tag in tags.items() if tag is not None})
     try:
-        # A function under `jit` or `checkpoint` that was traced at another layer must be traced
-        # again. JAX looks a trace up by the metadata around it too.
+        # A function under `jit` or `checkpoint` must be traced again for each layer, since the
+        # trace holds the number. JAX's cache of traces also compares this metadata, so a new number
+        # forces a new trace.
         with set_xla_metadata(tapped_at=str(next(_ENTERED))):
             yield
     finally:
@@ -45,12 +47,16 @@ def at(**tags: Any) -> Iterator[None]:
 
 
 def numbered(count: int) -> Int[Array, " count"] | None:
-    """Returns the numbers of microbatches, for a loop that says them to `at`; None while no record
-    is made."""
+    """Returns the numbers 0 to count - 1 of microbatches, for a loop that passes them to `at`.
+
+    Returns None while no record is made.
+    """
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
 def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns the number of a microbatch where there is a job, and otherwise -1; None while no
-    record is made."""
+    """Returns the number of the microbatch if there is a job, else -1.
+
+    Returns None while no record is made.
+    """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None

@@ -12,8 +12,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.jaxprs import frames
 
-_HOUSE = os.path.dirname(__file__) + os.sep
-_ROOMS = tuple(os.path.join(_HOUSE, room) + os.sep for room in ("lint", "collectives"))
+# Folders, by which `source` recognises whose line made an equation.
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_LINT, _COLLECTIVES = (os.path.join(_PACKAGE, name) + os.sep for name in ("lint", "collectives"))
 _LIBRARIES = tuple(
     os.path.dirname(str(module.__file__)) + os.sep for module in (jax, eqx, optax, jaxtyping)
 )
@@ -25,24 +26,28 @@ UNKNOWN = "unknown line"
 
 
 def source(eqn: JaxprEqn) -> str:
-    """Returns the caller's innermost line that made an equation, "file.py:12"; else this
-    library's."""
-    ours = UNKNOWN
+    """Returns the line that made an equation, "file.py:12".
+
+    It is the innermost line of the user's code. If there is none, it is the innermost line of this
+    library outside `lint` and `collectives`, else `UNKNOWN`.
+    """
+    library_line = UNKNOWN
     for frame in frames(eqn):
         name = frame.file_name
-        if name.startswith(_ROOMS[0]):  # from here on, the callers of the lint
+        # The frames from here on called the lint, and did not make the equation.
+        if name.startswith(_LINT):
             break
         line = f"{name}:{frame.line_num}"
         if _is_callers(name):
             return line
-        if ours == UNKNOWN and name.startswith(_HOUSE) and not name.startswith(_ROOMS):
-            ours = line
-    return ours
+        is_ours = name.startswith(_PACKAGE) and not name.startswith((_LINT, _COLLECTIVES))
+        if library_line == UNKNOWN and is_ours:
+            library_line = line
+    return library_line
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """Returns the file of the innermost function outside JAX that made an equation; "" if
-    unknown."""
+    """Returns the file of the innermost function outside JAX that made an equation, or ""."""
     for frame in frames(eqn):
         name = frame.file_name
         is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
@@ -57,16 +62,19 @@ def is_of_optax(file_name: str) -> bool:
 
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
-    """Returns whether it was traced from a function of JAX's, as `jnp.where`: its lines may be of
-    an earlier call. Those of `eqx.filter_jit` are the caller's."""
+    """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
+
+    JAX keeps such traces, so their lines may be those of an earlier call. The trace of
+    `eqx.filter_jit` belongs to the caller.
+    """
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
 
 
 @functools.cache
 def _is_callers(file_name: str) -> bool:
-    if file_name.startswith("<") and not file_name.startswith(
-        ("<stdin>", "<ipython")
-    ):  # frozen, or made by beartype
+    """Returns whether a file is the user's: neither ours, nor of a library, nor of Python."""
+    # Frozen modules and functions made by beartype have names such as "<frozen ...>".
+    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):
         return False
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)
-    return bool(file_name) and not standard and not file_name.startswith((_HOUSE, *_LIBRARIES))
+    return bool(file_name) and not standard and not file_name.startswith((_PACKAGE, *_LIBRARIES))

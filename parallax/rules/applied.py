@@ -134,10 +134,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # Rule by rule instead of leaf by leaf, so that a rule that places no leaf is found.
     taken: dict[int, Placement] = {}
-    refusals, unplaced = (
-        [_same_path(path, arrays) for path in twice([path for path, _ in arrays])],
-        set(),
-    )
+    refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
+    unplaced = set()
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}
         for i, (path, leaf) in enumerate(arrays):

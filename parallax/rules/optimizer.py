@@ -80,11 +80,7 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state, at `path` in the state.
-
-        `spec_of_leaf` gives a parameter's spec by its path. `spec_without_leaf` is the spec of an
-        array that belongs to no parameter.
-        """
+        """Returns the spec of one array of the state; `spec_of_leaf` gives its parameter's."""
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:
@@ -93,10 +89,7 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
-        """Returns the specs of the state of one group of `GatheredOptState`.
-
-        The group's leaves have the paths `members`; their first `lead` dims are layers.
-        """
+        """Returns the specs of one group's state; `lead` dims of its `members` are layers."""
 
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
