@@ -49,6 +49,12 @@ def recomputed(layout: Layout) -> Recomputed:
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
     attention_again = word == "attention" and not gathers_again
     whole_stage = word == "stage"
+    if whole_stage or keeps != "everything":
+        scores, passes = 1.0, 1.0
+    elif attention_again:
+        scores, passes = 0.5, 0.5
+    else:  # ZeRO-3 keeps what attention makes, whatever `remat` says of it
+        scores, passes = 0.0, 0.0
     return Recomputed(
         keeps=keeps,
         keeps_gathered=not gathers_again,
@@ -56,8 +62,8 @@ def recomputed(layout: Layout) -> Recomputed:
         gathers=2 if gathers_again or keeps != "everything" else 0,
         sums=0 if keeps == "everything" else 1,
         matmuls=word == "block" or whole_stage,
-        scores={"none": 0.0, "gathers": 0.0}.get(word, 0.5 if attention_again else 1.0),
-        passes={"none": 0.0, "gathers": 0.0, "attention": 0.5}.get(word, 1.0),
+        scores=scores,
+        passes=passes,
         whole_stage=whole_stage,
     )
 
