@@ -192,9 +192,8 @@ def _backward(ring: _Ring, residuals, ct):
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
 
     arrived = ring.send(keys) if n > 1 else keys
-    q, out, lse, ct, q_segments = queries
-    diagonal = _diagonal(ring, ring.kernel.backward, q_segments, keys[2])
-    dq, *local_sums = diagonal(q, *keys[:2], out, lse, ct)
+    diagonal = _diagonal(ring, ring.kernel.backward, queries[-1], keys[-1])
+    dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
         # The gradients follow their keys by one hop, so the first and the last hop are no part of

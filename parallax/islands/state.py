@@ -131,7 +131,6 @@ def state_init(
 
     def make(arrays):
         """Returns the arrays of the islands' state from the arrays of one island's state."""
-        # All islands begin with the same weights, and each has a block of its own from then on.
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
         weights_of = [part.get(weights) for part in parts]

@@ -115,9 +115,11 @@ def optimizer_specs(
 
     # Only shapes are computed, so the model may be larger than the memory of a device.
     state = jax.eval_shape(optimizer.init, arrays)
-    return jax.tree.map_with_path(
-        specs_of_node, state, is_leaf=lambda node: isinstance(node, GatheredOptState)
-    )
+    return jax.tree.map_with_path(specs_of_node, state, is_leaf=_is_gathered)
+
+
+def _is_gathered(node: Any) -> bool:
+    return isinstance(node, GatheredOptState)
 
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:

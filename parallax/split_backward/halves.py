@@ -208,13 +208,11 @@ class CutLoop(NamedTuple):
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Add the first half's results to `values`. Returns what the second half needs of it,
         [trips, ...] each."""
-        return self._run(
-            eqn,
-            values,
-            0,
-            lambda arguments, _: self.trip.run_first(arguments, sorted(self.results[0])),
-            (),
-        )
+
+        def one_trip(arguments, _):
+            return self.trip.run_first(arguments, sorted(self.results[0]))
+
+        return self._run(eqn, values, 0, one_trip, ())
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
         """Add the second half's results to `values`."""
@@ -282,14 +280,8 @@ def _cut(
     for place, results in counting.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         if is_barrier(eqn):
-            # Element i of a barrier's results depends on element i of its operands alone.
-            pairs = [
-                (atom, out)
-                for atom, out in zip(eqn.invars, eqn.outvars, strict=True)
-                if not is_literal(atom)
-            ]
-            made |= {out for atom, out in pairs if atom in made}
-            late |= {out for atom, out in pairs if atom in late}
+            made |= _behind_barrier(eqn, made)
+            late |= _behind_barrier(eqn, late)
         elif place in program.loops:
             loop = _cut_loop(
                 program.loops[place], eqn, needed_first.get(place, frozenset()), results, late
@@ -303,15 +295,11 @@ def _cut(
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
         plan.append((Step(eqn, loop, ()), runs_in))
-
-    def outputs(places):
-        return set(variables_of([jaxpr.outvars[i] for i in places]))
-
     # From the last to the first: what the second half needs decides what the first hands over.
-    second_steps, needed = _chosen(plan, 1, outputs(second), made)
+    second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
-    first_steps, wanted = _chosen(plan, 0, outputs(first) | set(handed), late)
+    first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
     arguments = set(jaxpr.invars)
     return Cut(
         program,
@@ -321,6 +309,18 @@ def _cut(
         made,
         (wanted & arguments, (needed - made) & arguments),
     )
+
+
+def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
+    """Returns the variables of these results of a program."""
+    return set(variables_of([jaxpr.outvars[i] for i in places]))
+
+
+def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
+    """Returns the results of a barrier whose operands are among `variables`."""
+    # Result i of a barrier depends on operand i alone.
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
 
 
 def _may_run_in(
