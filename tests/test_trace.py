@@ -30,8 +30,8 @@ MEDIAN, WORST = 0.15, 0.40  # of the peak: what `plan.trace` promises, in each f
 TINY = gpt2.Config(layers=4, heads=4, width=32, context=32, vocabulary=100, vocabulary_multiple=16)
 LLAMA = llama.Config(
     layers=4,
-    heads=4,
-    groups=2,
+    heads=8,
+    groups=4,
     width=32,
     hidden=48,
     context=32,
