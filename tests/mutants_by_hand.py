@@ -1596,8 +1596,8 @@ GPT2 = (
     ),
     Mutant(
         "stages",
-        "first = position * ",
-        "first = 0 * position * ",
+        "first_layer=position * ",
+        "first_layer=0 * position * ",
         "test_pipeline.py::test_gpt2_trains_as_on_one_device -k layout0",
         long=True,
     ),

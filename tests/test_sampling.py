@@ -332,3 +332,24 @@ def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
         ValueError, match=r"gpt2\.sample: \.blocks\.mlp\.up\.weight of shape .* was deleted"
     ):
         gpt2.sample(copy, [3], tokens=2, key=KEY)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": 9},
+        {"tokens": -1},
+        {"top_k": 0},
+        {"temperature": -1.0},
+        {"temperature": np.ones(2)},
+        {"top_p": 2.0},
+        {"prompt": []},
+        {"prompt": [61]},
+    ],
+    ids=str,
+)
+def test_errors_name_the_function_of_the_family(wrong):
+    model = gpt2.GPT2(CONFIG, key=KEY)
+    options = {"prompt": [3], "tokens": 2, "key": KEY} | wrong
+    with pytest.raises(ValueError, match=r"^gpt2\.sample needs "):
+        gpt2.sample(model, **options)

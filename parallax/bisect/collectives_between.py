@@ -21,7 +21,7 @@ from parallax.taps import LINEAR
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join(_PACKAGE, "collectives") + os.sep
-# No frame of these files, nor of a library, made an equation that a reader looks for.
+# Frames in these files and in libraries are left out: a user does not look for a mistake there.
 _SKIPPED_FILES = (
     os.path.join(_PACKAGE, "bisect") + os.sep,
     *(os.path.join(_PACKAGE, name) for name in ("taps.py", "recording.py")),
@@ -55,7 +55,8 @@ class ProgramSlice(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """A jaxpr, the body and the equation that contain it, and the equation of each variable."""
+    """A jaxpr, the body and the equation that contain it, and the equation that makes each
+    variable."""
 
     jaxpr: Jaxpr
     parent: "_Body | None"
@@ -64,9 +65,9 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the slice between the values of a tap and the taps before it.
+    """Returns the slice that computes the values of a tap from the taps before it.
 
-    With `numbers`, it includes the computation of the microbatch's and the layer's number.
+    With `numbers`, it also computes the numbers of the microbatch and of the layer.
     """
     reader = _SliceReader()
     for body in _bodies(program, None, None):
@@ -74,6 +75,7 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
             if eqn.primitive.name != "tap" or eqn.params["way"] != way:
                 continue
             if eqn.params["mark"].path == path:
+                # Operands of a tap: the value, an index for each of `sizes`, microbatch, layer.
                 first = 1 + len(eqn.params["mark"].sizes)
                 reader.follow(eqn.invars[0], body)
                 for atom in eqn.invars[first : first + 2] if numbers else ():
@@ -89,6 +91,7 @@ def before_result(program: Jaxpr, place: int) -> ProgramSlice:
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
+    """Returns a jaxpr as a `_Body`, with the equation that makes each of its variables."""
     return _Body(jaxpr, parent, eqn, {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars})
 
 
@@ -123,7 +126,7 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that one operand depends on."""
+        """Collects the equations that one operand of `body` depends on."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -134,34 +137,49 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands from which an equation computes `atom`."""
+        """Returns the operands from which an equation of `body` computes its result `atom`.
+
+        There are three kinds of equations. A tap ends the search: it is noted, and has no operands.
+        A call of a function, or a loop, is opened: the operand is this result of its jaxpr. All
+        others are noted, with the functions and collectives inside them.
+        """
         is_tap = eqn.primitive.name == "tap"
+        # A LINEAR tap is in the derivative of a forward pass, and reports no values.
         if is_tap and eqn.params["way"] != LINEAR:
             self.taps[eqn.params["mark"].path, eqn.params["way"]] = None
             return []
-        called_jaxpr = inner(eqn)[0] if eqn.primitive.name == "scan" else called(eqn)
-        # JAX keeps the program of a function of its own, such as jnp.where, with the lines of its
-        # first call. The equation that calls it has this call's.
-        is_kept = eqn.primitive.name != "scan" and _is_kept(called_jaxpr)
-        if called_jaxpr is not None and not is_kept:
+        is_scan = eqn.primitive.name == "scan"
+        called_jaxpr = inner(eqn)[0] if is_scan else called(eqn)
+        # JAX caches the jaxpr of its own functions, such as jnp.where, with the source lines of
+        # their first call in the process. Only the equation that calls the function has the lines
+        # of this call, so such a jaxpr is not opened.
+        is_cached = not is_scan and _is_cached(called_jaxpr)
+        if called_jaxpr is not None and not is_cached:
             inside = self._inside(called_jaxpr, body, eqn)
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
-        bodies = [] if is_kept else inner(eqn)
-        for inner_eqn in (eqn, *(eqn for jaxpr in bodies for eqn in every(jaxpr))):
-            frames = _frames(inner_eqn)
-            names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
-            self.functions |= dict.fromkeys(names[:1])
-            self.callers.update(names[1:])
-            for name, axes in _collectives(inner_eqn, _mesh(body)):
-                self.collectives[f"{name} over {axes}{_caller(inner_eqn)}"] = None
-        # A tap's other operands are numbers of its report.
+        self._note(eqn, body)
+        if not is_cached:
+            for jaxpr in inner(eqn):
+                for inner_eqn in every(jaxpr):
+                    self._note(inner_eqn, body)
+        # The other operands of a tap are the numbers of its report.
         operands = eqn.invars[:1] if is_tap else eqn.invars
         return [(operand, body) for operand in operands]
 
-    def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operand outside for an input of an inner jaxpr.
+    def _note(self, eqn: JaxprEqn, body: _Body) -> None:
+        """Notes the functions that made an equation, and the collectives that it runs."""
+        frames = _frames(eqn)
+        names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
+        self.functions |= dict.fromkeys(names[:1])
+        self.callers.update(names[1:])
+        for name, axes in _collectives(eqn, _mesh(body)):
+            self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
-        The input may be a loop's carry, which depends on the carry that the trip before made.
+    def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
+        """Returns the operand of the equation around `body` that gives `atom`, an input of `body`.
+
+        If the input is the carry of a loop, it also depends on the carry of the trip before, which
+        is a result of `body`. The program's own arguments depend on nothing.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -174,18 +192,25 @@ class _SliceReader:
         return outside
 
     def _inside(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
-        # One body for each call, so that an operand is followed once for each call.
+        """Returns the body of a called jaxpr.
+
+        JAX may use one jaxpr for several calls. Each call has its own body, so that the operands of
+        each call are followed.
+        """
         return self.bodies.setdefault((id(jaxpr), id(eqn)), _body(jaxpr, body, eqn))
 
 
-def _is_kept(jaxpr: Jaxpr | None) -> bool:
+def _is_cached(jaxpr: Jaxpr | None) -> bool:
+    """Returns whether a jaxpr is a function of JAX's own, without taps, which JAX caches."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))
 
 
 def _frames(eqn: JaxprEqn) -> list[Any]:
-    """Returns the frames that made an equation, the innermost first, without those of libraries."""
+    """Returns the stack frames that made an equation, the innermost first, without those of
+    libraries.
+    """
     traceback = eqn.source_info.traceback
     return [
         frame
@@ -198,7 +223,8 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
     """Returns the names and the axes of the collectives that an equation runs."""
     name = _collective_function(eqn)
-    # The equation of a collective of this library has a function as its parameter, and no jaxpr.
+    # The equation of a collective of this library has a function as its parameter, and no jaxpr:
+    # the function is traced to see what it sends.
     if eqn.primitive is types.linear_p:
         inside = every(types.linear_jaxpr(eqn, mesh, check_vma=True))
         sent = [pair for inner_eqn in inside for pair in _collectives(inner_eqn, mesh)]
@@ -231,9 +257,8 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Returns the line that called a collective, such as `tensor.reduce_from`'s.
-
-    The model's line that called this one follows it.
+    """Returns in words the line that called a collective, such as a line of `tensor.reduce_from`,
+    and the line of the model that led to this call.
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
@@ -247,6 +272,7 @@ def _caller(eqn: JaxprEqn) -> str:
 
 
 def _short(file_name: str) -> str:
+    """Returns a file's name: for a file of this package with its folders, as "parallax/zero.py"."""
     if file_name.startswith(_PACKAGE):
         return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
     return os.path.basename(file_name)

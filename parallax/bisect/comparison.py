@@ -20,18 +20,18 @@ class Difference(NamedTuple):
 
     Attributes:
         key: the value's key.
-        off: the difference, relative to the largest number of the value; 0 where only its copies
-            differ.
+        off: the difference, relative to the largest number of the value; 0 if only the value's
+            copies differ.
         bound: the difference that is allowed.
-        index: the index of the number that is off the most, in the whole value.
-        right: that number in the first run.
-        wrong: that number in the second run.
-        microbatch: the microbatch of the second run that the number belongs to; None where the
-            value has no rows of the batch.
+        index: the index of the number with the largest difference, in the whole value.
+        right: this number in the first run.
+        wrong: this number in the second run.
+        microbatch: the microbatch of the second run that the number belongs to; None if the value
+            has no rows of the batch.
         diagnosis: the kind of mistake that the two values suggest.
-        after: the values right before it that are equal.
-        program_slice: the collectives and functions between these values and it, in the second
-            run's program; None where that run has no program.
+        after: the values right before this one, which are equal in both runs.
+        program_slice: the collectives and functions between those values and this one, in the
+            second run's program; None if that run has no program.
     """
 
     key: Key
@@ -69,9 +69,9 @@ class Comparison(NamedTuple):
     """The result of `compare`.
 
     Attributes:
-        first: the first value that differs; None: all are equal.
+        first: the first value that differs; None if all are equal.
         compared: the number of values that both runs have.
-        worst: the largest difference within the bound, and its value.
+        worst: the largest difference within the bound, and the name of the value.
         alone: the values that only one run has.
     """
 
@@ -97,7 +97,7 @@ def compare(
 ) -> Comparison:
     """Returns the first value in which `run_b` differs from `run_a`.
 
-    Compared are first the arguments, then the forward pass, the backward pass and the results.
+    The arguments are compared first, then the forward pass, the backward pass and the results.
 
     Args:
         run_a: the run that is right, such as one on one device: a `Record`, or an argument of
@@ -105,7 +105,7 @@ def compare(
         run_b: a run in another layout, of another commit, or in another precision.
         bound: the allowed |a - b|, relative to the largest |a| of the value: one number, or one
             for each value, as `rounding` returns them.
-        options: of `record`.
+        options: the options of `record`.
 
     Raises:
         ValueError: the runs have no value in common.
@@ -134,28 +134,32 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits: `times` the error of a right run.
+    """Returns a bound for each value of a run in few bits: `times` the error of a run that is
+    right.
 
     Args:
         exact: a run in more bits, on one device.
         rounded: the same run in few bits, on one device. Compare another layout in few bits with
             `exact`, under these bounds.
-        times: the room for other orders of summation, which round differently.
-        options: of `record`.
+        times: a factor, since another layout sums in another order, which rounds differently.
+        options: the options of `record`.
     """
     off = _differences(_recorded(exact, options), _recorded(rounded, options))
     positive = [difference for difference in off.values() if difference > 0]
-    # A value that this run computes without an error may have one in another order.
+    # A value without an error in this run may have an error when it is summed in another order.
     least = float(np.median(positive)) if positive else BOUND
     return {key: times * max(difference, least) for key, difference in off.items()}
 
 
 def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
+    """Returns the record of a run, which may be one already."""
     return run if isinstance(run, Record) else record(run, **options)
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value, such as moments: values of a kind have comparable sizes."""
+    """Returns the kind of a value, such as an optimizer's moments. Values of one kind have numbers
+    of comparable size.
+    """
     depth = 3 if key.way in (ARGUMENT, RESULT) else 1
     return key.way, ".".join(key.path.split(".")[:depth])
 
@@ -163,7 +167,8 @@ def _kind(key: Key) -> tuple[str, str]:
 def _differences(a: Record, b: Record) -> dict[Key, float]:
     """Returns |a - b| of each common value, relative to its largest |a|.
 
-    The largest |a| counts as no less than what is small among values of its kind.
+    If this largest |a| is below `SMALL` times the largest number of the value's kind, the latter
+    product takes its place.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
@@ -196,7 +201,16 @@ def _described(
     copies: list[str],
     equal: list[Key],
 ) -> Difference:
-    """Returns the difference in one value, off by the first of `off`, with the second allowed."""
+    """Returns the first difference, with a diagnosis and the part of the program that made it.
+
+    Args:
+        a: the record of the run that is right.
+        b: the record of the other run.
+        key: the value that differs.
+        off: its difference, and the difference that is allowed.
+        copies: the axes along which the value's copies differ.
+        equal: the values before it, which are equal.
+    """
     right, value = a.values[key].whole, b.values[key]
     wrong = _shaped_like(right, value.whole)
     index: tuple[int, ...] = ()
@@ -215,7 +229,7 @@ def _described(
         text = f"the runs are given other values; {text}"
     if copies and key.layer >= 0:
         text += "; or several layers have this number"
-    program_slice = _sliced(b, key, numbers=bool(copies))
+    program_slice = _slice_before(b, key, numbers=bool(copies))
     taps = program_slice.taps if program_slice else ()
     near = [
         before
@@ -226,10 +240,16 @@ def _described(
     return Difference(key, *off, index, *numbers, microbatch, text, after[-4:], program_slice)
 
 
-def _sliced(b: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
-    if b.program is None or key.way == ARGUMENT:
+def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
+    """Returns the part of a run's program that computes the value `key` from the taps before it.
+
+    Returns None for an argument, which nothing computes, and for a run without a program. With
+    `numbers`, the part also computes the numbers of the value's microbatch and layer.
+    """
+    if wrong_run.program is None or key.way == ARGUMENT:
         return None
     if key.way != RESULT:
-        return before_tap(b.program, key.path, key.way, numbers=numbers)
-    results = [result for result in b.values if result.way == RESULT]
-    return before_result(b.program, results.index(key))
+        return before_tap(wrong_run.program, key.path, key.way, numbers=numbers)
+    # Results are recorded in the order in which the program returns them.
+    results = [result for result in wrong_run.values if result.way == RESULT]
+    return before_result(wrong_run.program, results.index(key))

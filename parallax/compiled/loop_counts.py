@@ -2,7 +2,11 @@
 GPUs.
 
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
-each trip. This module follows both through copies, tuples and fusions to their constants.
+each trip. This module follows both through copies, tuples and fusions back to their constants.
+
+In XLA's text (HLO), the condition and the body of a loop are computations of their own, named by
+the instruction `while`. The state of a loop is a tuple: the operand of `while`, the parameter of
+the condition and of the body, and the result of the body.
 """
 
 import re
@@ -41,7 +45,7 @@ class Compared(NamedTuple):
 
 
 class State:
-    """The state of a loop as a whole."""
+    """The state of a loop as a whole, the tuple of all its elements."""
 
 
 class Computations(NamedTuple):
@@ -56,17 +60,18 @@ class Computations(NamedTuple):
     roots: Mapping[str, str]
 
     def value(self, where: str, name: str, arguments: Sequence[Any] | None = None) -> Any:
-        """Returns the value of an instruction: a `Number`, a `Compared`, the `State`, or None for
-        all else.
+        """Returns the value of the instruction `name` of the computation `where`: a `Number`, a
+        `Compared`, the `State`, or None for any other value.
 
-        Without `arguments` the computation is a loop's condition or body, whose parameter is the
-        state.
+        `arguments` are the values of the computation's parameters. Without them the computation is
+        the condition or the body of a loop, whose parameter is the state.
         """
         line = self.lines[where].get(name)
         if line is None:
             return None
 
         def operand(k: int) -> Any:
+            """Returns the value of the k-th operand."""
             return self.value(where, line.operands[k], arguments)
 
         match line.opcode:
@@ -101,44 +106,62 @@ class Computations(NamedTuple):
         return self.value(where, tuple_line.operands[int(index[1])], arguments)
 
     def trips(self, where: str, loop: Any) -> int:
-        """Returns the trips of `loop`, which stands in the computation `where`; 0 if the text does
-        not tell."""
+        """Returns the trips of `loop`, an instruction of the computation `where`; 0 if the text
+        does not tell.
+        """
         names = dict(re.findall(r"\b(condition|body)=%([\w.-]+)", loop.attributes))
         if len(names) < 2 or not loop.operands:
             return 0
         test = self.value(names["condition"], self.roots[names["condition"]])
         if not isinstance(test, Compared):
             return 0
-        left = self._course(where, loop, names["body"], test.left)
-        right = self._course(where, loop, names["body"], test.right)
+        left = self._start_and_step(where, loop, names["body"], test.left)
+        right = self._start_and_step(where, loop, names["body"], test.right)
         if left is None or right is None:
             return 0
         return _turns(test.direction, left[0] - right[0], left[1] - right[1])
 
-    def _course(self, where: str, loop: Any, body: str, side: Number) -> tuple[int, int] | None:
-        """Returns the value of one side of the comparison before the first trip, and how much each
-        trip adds to it; None if the text does not tell."""
+    def _start_and_step(
+        self, where: str, loop: Any, body: str, side: Number
+    ) -> tuple[int, int] | None:
+        """Returns the value of one side of a loop's comparison before the first trip, and the
+        number that each trip adds to it; None if the text does not tell.
+
+        Args:
+            where: the name of the computation that contains the loop.
+            loop: the loop's instruction.
+            body: the name of the computation that is the loop's body.
+            side: the side: a constant, or an element of the loop's state plus a constant.
+        """
         if side.element is None:
-            return side.plus, 0
-        before, after = self.lines[where].get(loop.operands[0]), self.lines[body][self.roots[body]]
-        if before is None or before.opcode != "tuple" or after.opcode != "tuple":
+            return side.plus, 0  # a constant
+        state_before_loop = self.lines[where].get(loop.operands[0])
+        state_after_trip = self.lines[body][self.roots[body]]
+        if state_before_loop is None or state_before_loop.opcode != "tuple":
             return None
-        start = self.value(where, before.operands[side.element])
+        if state_after_trip.opcode != "tuple":
+            return None
+        start = self.value(where, state_before_loop.operands[side.element])
+        # With an element, the start depends on the state of a loop around this one.
         if not isinstance(start, Number) or start.element is not None:
             return None
-        next_value = self.value(body, after.operands[side.element])
+        # A trip must add a constant to the same element.
+        next_value = self.value(body, state_after_trip.operands[side.element])
         if not isinstance(next_value, Number) or next_value.element != side.element:
             return None
         return start.plus + side.plus, next_value.plus
 
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Returns the computations, with the trips of each loop whose text does not state them."""
+    """Returns the computations; each loop whose text does not state its trips gets them as far as
+    they can be read from its condition.
+    """
     program = Computations(
         {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
     )
 
     def with_trips(where: str, line: Any) -> Any:
+        """Returns an instruction, with its trips if it is a loop that does not state them."""
         if line.opcode != "while" or STATED in line.attributes:
             return line
         return line._replace(trips=program.trips(where, line))
@@ -149,6 +172,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
+    """Returns `left + sign * right`, where `sign` is 1 or -1; None if the result is no `Number`, as
+    the sum of two elements of the state.
+    """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
     if right.element is None:
@@ -159,6 +185,9 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
+    """Returns the comparison of two numbers, with the direction that is in `attributes`; None for
+    other values or directions.
+    """
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -168,8 +197,9 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the trips while `first + t step` is below 0 (LT), at most 0 (LE), and so on; 0 for a
-    loop that would not end."""
+    """Returns the trips of a loop that goes on while `first + t step` is below 0 ("LT"), at most 0
+    ("LE"), and so on, in trip t = 0, 1, ...; 0 for a loop that would not end.
+    """
     if direction in ("GT", "GE"):
         direction, first, step = MIRRORED[direction], -first, -step
     if direction == "NE":

@@ -1,10 +1,10 @@
-"""Files with their sizes and hashes, so that what is read is what was written, or the file that
-differs is named.
+"""Manifests list files with their sizes and hashes: a file that differs from what was written is
+found, and named.
 
-A manifest is a record sealed by its own hash: one line of JSON, and one with the hash of that line.
-No bit of it turns unseen, and neither does one of the files that it lists.
+A manifest is one line of JSON, and a line with the hash of the first. So a changed bit is noticed,
+in the manifest itself and in the files that it lists.
 
-The hash is XXH3 of 128 bits, at 20 GB/s a core (sha256: 2 GB/s). It finds damage, and is no
+The hash is XXH3 of 128 bits, at 20 GB/s per core (sha256: 2 GB/s). It finds damage, and is no
 signature.
 """
 
@@ -21,13 +21,13 @@ from parallax import _files
 
 CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
 THREADS = 4
-SEAL = 34  # bytes after the line
+SEAL = 34  # bytes after the line of JSON: a newline, the hash and a newline
 PARTIAL = ".*.partial"  # the names of files that were being written
 
 
 class Damaged(ValueError):
-    """A file is not what was written: missing, of another size, or with other bytes. The message
-    names it."""
+    """A file is missing, or differs in size or bytes from what was written. The message names the
+    file."""
 
 
 def hasher() -> Any:
@@ -51,10 +51,10 @@ def hashed(content: Any) -> str:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Stores a record of JSON values at `path`, sealed; the file appears whole or not at all, and
-    outlives a power cut.
+    """Stores a record of JSON values at `path`, with its hash. The file appears whole or not at
+    all, and survives a power cut.
 
-    Raises `ValueError` for a record that `read` would refuse, since it is too large.
+    Raises `ValueError` for a record that is too large for `read`.
     """
     line = json.dumps(record, sort_keys=True)
     if len(line) > _files.LARGEST - SEAL:
@@ -75,11 +75,11 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the record that `write` stored at `path`, an object of JSON. What is in it is for the
-    caller to check, by `need`.
+    """Returns the record that `write` stored at `path`, an object of JSON. The caller checks its
+    values by `need`.
 
-    Raises `Damaged` where the file is missing, a bit of it has changed, it is no regular file of
-    `disk.LARGEST` bytes at most, or it holds no such object.
+    Raises `Damaged` if the file is missing, has changed, is no regular file, has more than
+    `_files.LARGEST` bytes, or holds no such object.
     """
     try:
         content = _files.read(path, "a manifest")
@@ -104,8 +104,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def need(condition: object, place: object, what: str, value: object) -> None:
-    """Refuses with `Damaged` a value of a manifest that is not what was needed at `place`, a path
-    and perhaps the name in it."""
+    """Refuses a value of a manifest with `Damaged` if `condition` is false.
+
+    `what` says in words what was needed at `place`: the path of the manifest, and perhaps a name in
+    it.
+    """
     if not condition:
         shown = (
             repr(value)
@@ -119,10 +122,10 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 
 
 def files(path: Path, value: Any) -> dict[str, list]:
-    """Returns the `files` of a manifest at `path`, as `hashes` returned them: one or more, each
-    inside the manifest's folder.
+    """Returns `value`, the `files` of a manifest at `path`, after a check.
 
-    Raises `Damaged` for anything else.
+    It must be as `hashes` returns it: one file or more, each inside the manifest's folder. Raises
+    `Damaged` for anything else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -150,9 +153,9 @@ def is_hash(value: Any) -> bool:
 
 
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
-    """Refuses a record, read at `path`, whose `format` is not this number.
+    """Refuses a record, read at `path`, whose `format` is not `number`.
 
-    Raises `Damaged` for a value that is no number, and another `ValueError` for another number.
+    Raises `Damaged` for a value that is no number, and a plain `ValueError` for another number.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -164,8 +167,9 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """Returns the `[size in bytes, hash]` of each named file in `folder`, after it has reached the
-    disk."""
+    """Returns the `[size in bytes, hash]` of each named file in `folder`, after the file has
+    reached the disk.
+    """
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _size_and_hash(folder / name, sync=True), names)
@@ -173,7 +177,9 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuses with `Damaged` any file in `folder` with other bytes than `hashes` found."""
+    """Refuses with `Damaged` any file in `folder` whose hash differs from that in `files`, which
+    has the `[size, hash]` of each file by name, as `hashes` returns them.
+    """
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
         for (name, (_, stored)), digest in zip(files.items(), found, strict=True):
@@ -185,8 +191,12 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuses with `Damaged` any file in `folder` that is missing or of another size than `hashes`
-    found."""
+    """Refuses with `Damaged` any file in `folder` that is missing, has another size than in
+    `files`, or is a link to a place outside the folder.
+
+    `files` has the `[size, hash]` of each file by name, as `hashes` returns them. The sizes are
+    checked before the hashes, since they take no time.
+    """
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
         path = folder / name
@@ -195,6 +205,7 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
                 f"{path}: needed a file of its folder, found a link that leads out of it."
             )
         try:
+            # Opened, not only looked up: `open_file` refuses a folder or a pipe.
             with _files.open_file(path, f"a file of {size} bytes") as file:
                 found = os.fstat(file.fileno()).st_size
         except FileNotFoundError as error:
@@ -209,7 +220,9 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Refuses with `Damaged` a file `among` those of `folder` that the manifest does not list."""
+    """Refuses with `Damaged` any file `among` the paths in `folder` that is not in `files`, the
+    names in the manifest.
+    """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
             raise Damaged(
@@ -218,6 +231,9 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:
+    """Returns the size in bytes and the hash of a file; with `sync`, after the file has reached the
+    disk.
+    """
     digest, size, buffer = hasher(), 0, memoryview(bytearray(CHUNK))
     with _files.open_file(path) as file:
         if sync:

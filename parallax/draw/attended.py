@@ -1,4 +1,5 @@
-"""Causal attention over split tokens: the hop and the device in which each block is computed."""
+"""Causal attention over split tokens: the hop in which each block of scores is computed, and the
+device that computes it."""
 
 import numpy as np
 
@@ -10,8 +11,9 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     """Returns the hop in which `context.attention` computes each block of scores, as a table.
 
     A row is a chunk of queries, with the device that holds it; a column is a chunk of keys. In hop
-    0 each device uses its own keys. With a `path`, also draws the same square there: a colour for
-    each hop, and in each block the number of its device.
+    0 each device uses its own keys; in hop h device i uses the keys of device i - h. With a `path`,
+    the function also draws the same square: a colour for each hop, and in each block the number of
+    its device.
 
     Args:
         order: the order of the chunks, such as `context.zigzag`.
@@ -21,14 +23,19 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
     """
+    # chunks: [device, chunk of the device]. Of block_pairs, own is [device, pair, 3] for hop 0, and
+    # hops is [hop - 1, device, pair, 3]. A pair is a local chunk of queries, one of keys, and 1, or
+    # 0 if the pair only fills the table up: in a hop all devices compute equally many pairs.
     chunks, table = chunk_table(order, n), block_pairs(order, n)
-    hops = np.full((chunks.size, chunks.size), -1)
-    for i, local_chunks in enumerate(chunks):
+    hops = np.full((chunks.size, chunks.size), -1)  # -1: the mask hides the whole block
+    for device, local_chunks in enumerate(chunks):
+        # The diagonal blocks, of a chunk with itself, are in no table.
         hops[local_chunks, local_chunks] = 0
-        for hop, pairs in enumerate([table.own[i], *table.hops[:, i]]):
+        for hop, pairs in enumerate([table.own[device], *table.hops[:, device]]):
             for query, key, is_needed in pairs:
                 if is_needed:
-                    hops[local_chunks[query], chunks[(i - hop) % n, key]] = hop
+                    hops[local_chunks[query], chunks[(device - hop) % n, key]] = hop
+    # The device of each chunk: argsort inverts the table, which is a permutation of the chunks.
     owner = np.repeat(np.arange(n), chunks.shape[1])[np.argsort(chunks, axis=None)]
     if path is not None:
         _picture(hops, owner, n, path)
@@ -36,6 +43,7 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     for query, row in enumerate(hops):
         cells = ["." if hop < 0 else str(hop) for hop in row]
         rows.append([f"queries {query} on device {owner[query]}", *cells])
+    # Per device: its diagonal blocks, and the pairs that do not just fill the table up.
     used = [
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)
@@ -48,6 +56,9 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
 
 
 def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> None:
+    """Draws the square of blocks: `hops` has the hop of each block, [chunks, chunks], and `owner`
+    the device of each chunk.
+    """
     size = len(hops)
     figure = canvas.figure(0.42 * size + 1.6, 0.42 * size + 0.9)
     panel = figure.subplots()

@@ -10,23 +10,26 @@ from parallax import jaxprs, remat, source_lines
 from parallax.lint import values
 from parallax.lint.values import LINEAR, Sent
 
-# A conditional is the operation COND, of the predicate and the operands, without a result. Then
-# come the operations of all branches, and for each result an operation CHOSEN: of the predicate,
-# and of that result of each branch.
+# A conditional becomes several operations. The first is COND, whose operands are the predicate and
+# the operands of the branches; it has no result, and marks where the conditional stands. The
+# operations of all branches follow. Last comes, for each result of the conditional, an operation
+# CHOSEN: its operands are the predicate, and this result of each branch.
 COND, CHOSEN = "cond", "chosen"
 LOOPS = frozenset({"scan", "while"})
-_CLOSED = LOOPS | {"shard_map"}  # their bodies are programs of their own
+_CLOSED = LOOPS | {"shard_map"}  # operations whose bodies are read as programs of their own
 
 
 class Scope(NamedTuple):
     """The place of an operation among the functions and branches of its program.
 
     Attributes:
-        at: the equations whose lines may be the operation's, the innermost first: those of calls,
-            conditionals and loops round it follow its own.
-        is_hidden: whether a function of JAX or of this library made it: its own line says nothing.
-        on_purpose: whether it is part of a gather that each trip of a loop is meant to repeat.
-        predicates: the numbers of the values that decide whether it runs.
+        at: the equations whose source lines may be shown for the operation, the innermost first:
+            its own, then those of the calls, conditionals and loops around it.
+        is_hidden: whether a function of JAX or of this library made the operation; its own source
+            line then tells a user nothing.
+        on_purpose: whether the operation is part of a gather that each trip of a loop is meant to
+            repeat.
+        predicates: the numbers of the values that decide whether the operation runs.
     """
 
     at: tuple[JaxprEqn, ...] = ()
@@ -39,12 +42,12 @@ class Node(NamedTuple):
     """One operation.
 
     Attributes:
-        name: the name of its primitive, or `CHOSEN`.
-        eqn: its equation.
-        inputs: the numbers of its operands.
-        outputs: the numbers of its results.
-        sent: its collective, or None.
-        scope: its place.
+        name: the name of the primitive, or `CHOSEN`.
+        eqn: the equation.
+        inputs: the numbers of the operands.
+        outputs: the numbers of the results.
+        sent: the collective, or None.
+        scope: the place among functions and branches.
     """
 
     name: str
@@ -56,12 +59,14 @@ class Node(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The first known line of its place."""
+        """The innermost source line that is known."""
         lines = (source_lines.source(eqn) for eqn in self.scope.at)
         return next((line for line in lines if line != source_lines.UNKNOWN), source_lines.UNKNOWN)
 
     def is_within(self, transform: str) -> bool:
-        """Returns whether JAX made it, or a loop or a call round it, by a transform: "jvp("."""
+        """Returns whether a transform of JAX, such as "jvp(", made the operation, or a loop or a
+        call around it.
+        """
         return any(
             transform in str(eqn.source_info.name_stack) for eqn in (self.eqn, *self.scope.at)
         )
@@ -71,13 +76,13 @@ class Flat:
     """The operations of a jaxpr in order, with the types of all values.
 
     Attributes:
-        ours: opens a collective of this library.
+        ours: the function that returns the jaxpr of a collective of this library.
         types: the type of each value.
         nodes: the operations.
         literals: the numbers that are written into the program, by value.
         arguments: the values of its arguments.
         results: the values of its results.
-        made: the operation that makes each value.
+        made: the operation that makes each value; arguments and literals are not in it.
         used: the operations that use each value.
     """
 
@@ -99,19 +104,26 @@ class Flat:
         return self.types[value].shape
 
     def _numbers(self, types: Sequence[Any]) -> tuple[int, ...]:
+        """Returns new numbers for values of these types."""
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 
     def _literal(self, atom: Any) -> int:
+        """Returns a new number for a literal of the program."""
         (value,) = self._numbers([atom.aval])
         self.literals[value] = atom.val
         return value
 
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
+        """Adds the operations of a jaxpr, and returns the numbers of its results.
+
+        `arguments` are the numbers of its arguments.
+        """
         numbers = dict(zip(jaxpr.invars, arguments, strict=True))
         numbers |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
+            """Returns the numbers of variables and literals."""
             return tuple(
                 self._literal(atom) if jaxprs.is_literal(atom) else numbers[atom] for atom in atoms
             )
@@ -123,10 +135,14 @@ class Flat:
         return read(jaxpr.outvars)
 
     def _equation(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+        """Adds the operations of an equation, and returns the numbers of its results.
+
+        A call of a function is opened. Collectives, loops and `shard_map` stay one operation each.
+        """
         name = eqn.primitive.name
         if name == COND:
             return self._conditional(eqn, inputs, scope)
-        ours = self.ours(eqn) if name == LINEAR else None
+        ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
         if ours and eqn.params["name"] == remat.GATHERED:
             scope = scope._replace(on_purpose=True)
         sent = values.sent(eqn, ours)
@@ -137,13 +153,20 @@ class Flat:
         return self._opened(inner, inputs, scope._replace(is_hidden=is_hidden))
 
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
+        """Adds the operations of a conditional, as COND and CHOSEN describe them, and returns the
+        numbers of its results.
+
+        A result depends on the predicate and on this result of every branch, whichever branch runs.
+        """
         predicate, *operands = inputs
-        self._node(COND, eqn, inputs, [], None, scope)
+        self._node(COND, eqn, inputs, types=[], sent=None, scope=scope)
         inside = scope._replace(predicates=(*scope.predicates, predicate))
         branches = [self._opened(branch, operands, inside) for branch in jaxprs.inner(eqn)]
         outputs = []
         for aval, *results in zip(jaxprs.types(eqn.outvars), *branches, strict=True):
-            outputs += self._node(CHOSEN, eqn, (predicate, *results), [aval], None, scope)
+            outputs += self._node(
+                CHOSEN, eqn, (predicate, *results), types=[aval], sent=None, scope=scope
+            )
         return tuple(outputs)
 
     def _node(
@@ -155,13 +178,14 @@ class Flat:
         sent: Sent | None,
         scope: Scope,
     ) -> tuple[int, ...]:
+        """Adds one operation with results of these types, and returns their numbers."""
         outputs = self._numbers(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))
         return outputs
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns the carries of a loop: each one's place among the operands, and the results."""
+    """Returns, for each carry of a loop, its place among the operands and among the results."""
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)
     else:
@@ -171,7 +195,7 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """Returns the places of the operands of which a loop takes a slice in each trip."""
+    """Returns the places of the operands that a loop slices: each trip gets one slice of each."""
     if eqn.primitive.name != "scan":
         return range(0)
     return range(sum(jaxprs.scan_parts(eqn)), len(eqn.invars))

@@ -1,9 +1,9 @@
-"""The updates of split arguments: the terms that they add, and the reductions in these.
+"""The updates of split arguments: the terms that they add, and the reductions in these terms.
 
-An output is the *update* of an argument if both have one shape and one spec, and the output is that
-argument, perhaps scaled or cast, plus a value of its shape: `w + u`, or `decay * m + (1 - decay) *
-g`. Its *elements* are the values that elementwise operations, transposes and all-reduces join to
-it: weights, gradients, an optimizer's state.
+An output is the *update* of an argument if both have the same shape and spec, and the output is the
+argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or `decay * m + (1 - decay) *
+g`. The *elements* of an update are the values that it is computed from by elementwise operations,
+transposes and all-reduces: weights, gradients, an optimizer's state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "a
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
-# A number goes through these on its way from a reduction to an update.
+# The operations that a number may pass on its way from a reduction to an update.
 PASSED_ON = (
     ELEMENTWISE
     | LAID_OUT
@@ -47,7 +47,8 @@ PASSED_ON = (
 
 
 class Joined(NamedTuple):
-    """An operation that joins elements, its operand, and the axes that split the operand."""
+    """An operation that joins elements of an operand, such as a sum, and the axes that split the
+    operand."""
 
     node: Node
     value: int
@@ -55,34 +56,42 @@ class Joined(NamedTuple):
 
 
 def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
-    """Returns the values that are added to an argument of `bases` to make `result`.
+    """Returns the terms that are added to an argument to make `result`: u of `result = w + u`.
 
-    The predicates that decide whether they are added come last. There are none if `result` is no
-    such sum.
+    The predicates that decide whether the terms are added follow them. If `result` is no sum of an
+    argument and a term of its shape, the list is empty.
+
+    Args:
+        program: the operations.
+        result: the number of the value.
+        bases: the numbers of the arguments that may be w.
     """
-    bases, added, decisions, seen, waiting = set(bases), [], [], set(), [result]
+    bases, added, decisions = set(bases), [], []
+    # A list of values still to read, not a recursion: a sum may have thousands of terms.
+    seen, waiting = set(), [result]
     while waiting:
-        ends, predicates = _ends(program, waiting.pop())
+        sources, predicates = _unscaled(program, waiting.pop())
         decisions += predicates
-        for node in (program.made.get(end) for end in ends - seen):
+        for node in (program.made.get(source) for source in sources - seen):
             if not node or node.name not in ADDS:
                 continue
-            is_base = [bool(_ends(program, operand)[0] & bases) for operand in node.inputs]
+            is_base = [bool(_unscaled(program, operand)[0] & bases) for operand in node.inputs]
             if any(is_base):
+                # w + u adds u. In w + w both operands are bases, and the second counts as added.
                 added.append(node.inputs[1 - is_base.index(True)])
             else:
                 waiting += node.inputs
-        seen |= ends
-    shaped = [
-        term for term in added if any(_is_full(program, end) for end in _ends(program, term)[0])
+        seen |= sources
+    # A term that is one number in every place, such as the epsilon of w + epsilon, is no update.
+    full_terms = [
+        term for term in added if any(_is_full(program, end) for end in _unscaled(program, term)[0])
     ]
-    return [*shaped, *decisions] if shaped else []
+    return [*full_terms, *decisions] if full_terms else []
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """Returns the values with the elements of `result`, with their dims.
-
-    The second result has the sums on the way that go over axes that split their operand.
+    """Returns the values that hold the elements of `result`, with their dims; and the collective
+    sums on the way whose axes split their operand.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -105,14 +114,18 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
 
 
 def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand: those of a sum's result, or of a loop's last carry."""
+    """Returns the dims of an operand, computed from `dims`, those of the result `value`; None if
+    the operand does not hold the elements of the result.
+    """
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
-    """Returns whether a product or a reduction made some elements of a value, as of a gradient."""
+    """Returns whether a product or a reduction made some elements of a value, as it makes those of
+    a gradient.
+    """
     nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
     return any(
         node and node.name not in ELEMENTWISE | LAID_OUT | {"iota"} and not node.sent
@@ -125,9 +138,9 @@ def reductions(
 ) -> Iterator[Joined]:
     """Yields the reductions over split dims of the elements in `dims_of`, or of functions of them.
 
-    Those of all elements to one number count wherever they were made; those of some dims only in
-    optax. There are none if the elements are rounded somewhere: a quantiser may have a scale for
-    each shard.
+    A reduction of all elements to one number counts wherever it was made. A reduction of some dims
+    counts only if optax made it. None are yielded if the elements are rounded somewhere, since a
+    quantiser may have one scale for each shard.
     """
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
@@ -159,9 +172,10 @@ def reductions(
 
 
 def origins(program: Flat, result: int) -> set[int]:
-    """Returns the values whose elements, each with its own function, are elements of `result`.
+    """Returns the values that `result` is made from element by element.
 
-    Unlike `elements`, they may have another order and number.
+    Unlike in `elements`, the elements may be in another order, and may be fewer or more: slices and
+    concatenations are followed too.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -179,10 +193,11 @@ def origins(program: Flat, result: int) -> set[int]:
 def scalings(
     program: Flat, values: set[int], axes: frozenset[str]
 ) -> Iterator[tuple[Joined, Node, int]]:
-    """Yields the products and quotients among `values` that scale one by a number reduced of them.
+    """Yields the products and quotients that scale one of `values` by a number that was reduced
+    from `values`, such as a norm.
 
-    The reduction, which no collective over all of `axes` completes, comes first, and the scaled
-    value last.
+    Each is a triple: the reduction, which no collective over all of `axes` completes; the product
+    or quotient; and the value that it scales.
     """
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
@@ -197,9 +212,8 @@ def scalings(
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on a reduced number, with the axes that are still missing.
-
-    Those are the axes of no collective between.
+    """Returns the values that depend on a reduced number, with the axes that are still missing:
+    those of `axes` over which no collective between the number and the value sums.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
@@ -220,10 +234,11 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     return missing
 
 
-def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns the values that a value is, but for casts and a factor.
+def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
+    """Returns the value behind the casts and factors of `value`, in a set.
 
-    If it is a choice, they are all of those, and the second result has the predicates.
+    If `value` is chosen from several, by `select_n` or a conditional, the set has all of them, and
+    the second result has the predicates that choose.
     """
     ends, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
@@ -247,14 +262,14 @@ def _ends(program: Flat, value: int) -> tuple[set[int], list[int]]:
 
 
 def _bare(program: Flat, value: int) -> int:
-    """Returns the value that a value is, but for casts."""
+    """Returns the value behind the casts of `value`."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value
 
 
 def _is_full(program: Flat, value: int) -> bool:
-    """Returns whether a value has several elements, and is not one number in every place."""
+    """Returns whether a value has several elements, and is not one number that was broadcast."""
     size, node = program.types[value].size, program.made.get(value)
     if node is None or node.name not in LAID_OUT:
         return size > 1
@@ -262,10 +277,12 @@ def _is_full(program: Flat, value: int) -> bool:
 
 
 def _is_of_optax(node: Node) -> bool:
+    """Returns whether a function of optax made the operation."""
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
 
 def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
+    """Returns the dims of the operand `value` that a reduction or a product sums over."""
     if node.name == "dot_general":
         (left, right), _ = node.eqn.params["dimension_numbers"]
         return tuple(left if value == node.inputs[0] else right)

@@ -27,26 +27,29 @@ ONE_DEVICE = tensor.comms(())
 
 
 def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
+    """Returns `x`: the positions of the family enter in its blocks, or nowhere."""
     return x
 
 
 def _unchanged(x: Any) -> Any:
+    """Returns `x`: without a pipeline nothing moves between stages."""
     return x
 
 
 class DecoderParts(NamedTuple):
     """The functions in which a family differs from another.
 
-    Its models have `blocks`, with a first dim of layers; `norm`, of what leaves them; `embedding`
-    and `unembedding`, [V, D]; and a `config` with `vocabulary`, `context` and `epsilon`.
+    The family's models have `blocks`, with a first dim of layers; `norm`, which normalises the
+    output of the last block; `embedding` and `unembedding`, [V, D]; and a `config` with
+    `vocabulary`, `context` and `epsilon`.
 
     Attributes:
-        name: of the family, for errors.
-        layer: `(config, *, positions, comms, attend)` to one block, `(weights, x, keys, layer) ->
-            x`, for tokens at these positions; one with auxiliary values returns a
-            `pipeline.Output`.
-        add_positions: `(model, x, keys, *, first, comms)` to the embeddings `x` of the tokens with
-            those of their positions, of which the first is `first`.
+        name: the name of the family, which errors begin with.
+        layer: a function `(config, *, positions, comms, attend)` that returns one block: a function
+            `(weights, x, keys, layer) -> x` for tokens at these positions. A block with auxiliary
+            values returns a `pipeline.Output`.
+        add_positions: a function `(model, x, keys, *, first, comms)` that adds to the embeddings
+            `x` of tokens the embeddings of the positions `first`, `first` + 1, ...
     """
 
     name: str
@@ -67,7 +70,7 @@ def loss_and_aux(
 ) -> tuple[Float[Array, ""], Any]:
     """Returns the `loss`, and the auxiliary values of the blocks, [L, ...] each, or None.
 
-    Arguments and errors are those of `loss`.
+    The arguments and errors are the same as those of `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -97,28 +100,28 @@ def loss(
     With `context.comms`, the mean over this device's tokens.
 
     Args:
-        parts: the family's.
-        model: whole, or a shard of it along `axis`.
+        parts: the functions of the family.
+        model: the whole model, or a shard of it along `axis`.
         batch: a `Batch`. Dropout depends only on a sequence's key, the layer and the head, so it is
             the same under every layout.
-        attend: causal attention, called as `attend(q, k, v)` with [B, T, H, K] and, of keys and
-            values, [B, T, G, K], where G divides H; on a GPU
+        attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
+            keys and values [B, T, G, K], where G divides H. On a GPU it may be
             `functools.partial(jax.nn.dot_product_attention, is_causal=True,
-            implementation="cudnn")`, say. With attention dropout GPT-2 uses its own.
+            implementation="cudnn")`. With attention dropout GPT-2 uses its own attention.
         axis: the axis or axes that the weights are split over.
-        comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each;
-            `sequence.comms` with the tokens split over them; `context.comms` with the tokens split
-            over another axis; `experts.comms` with experts split.
-        remat: wraps each block, a function `(weights, x, layer) -> x`: those of `remat`, say, or
-            one that first gathers the weights (`zero.gathered`).
-        unroll: blocks written out one after another in the loop's body, so that the gathers of one
-            may overlap another.
+        comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
+            `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
+            split over another axis; `experts.comms` with experts split.
+        remat: wraps each block, a function `(weights, x, layer) -> x`: a function of `remat`, say,
+            or one that first gathers the weights (`zero.gathered`).
+        unroll: the number of blocks that the loop's body runs one after another, so that the gather
+            of one block may overlap another block.
 
     Raises:
-        ValueError: T is more than the model's context; there is no token to predict; or, outside
+        ValueError: T is more than the model's context; there is no token to predict; the queries of
+            this shard attend to heads of keys and values that it does not have; or, outside
             `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
-            deleted. Inside, such a token makes the loss nan. Or the heads of keys and values of
-            this shard are not those that its queries attend to.
+            deleted. Inside `jax.jit`, such a token makes the loss nan.
     """
     return loss_and_aux(
         parts,
@@ -141,8 +144,8 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and errors are those of `loss`: inside `jax.jit`, a token outside the vocabulary makes
-    those after it nan.
+    `attend` and the errors are the same as those of `loss`; inside `jax.jit`, a token outside the
+    vocabulary makes its own logits and all later ones nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -167,17 +170,18 @@ def stages(
     """Returns `(embed, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
 
     Args:
-        parts: the family's.
+        parts: the functions of the family.
         config: the model's sizes and rates.
         stage_axis: the axis of the stages; `()` without a pipeline.
         axis: the tensor axis inside each stage.
         comms: how the devices of `axis` communicate.
         attend: the attention function.
         remat: wraps each block.
-        unroll: blocks in the loop's body.
+        unroll: the number of blocks in the loop's body.
     """
 
     def embed_part(model, part):
+        """Returns the first block's input, [B, T shard, D], of a microbatch: a `Batch` `part`."""
         windows, keys, weights, _ = Batch(*part)
         return embed(
             parts,
@@ -190,6 +194,10 @@ def stages(
         )
 
     def stage(model, x, part, position):
+        """Returns the output of the blocks of one chunk, which comes at `position` in the model.
+
+        `x` is the input, [B, T shard, D], and `part` the microbatch, a `Batch`.
+        """
         windows, keys, _, segments = Batch(*part)
         on_axis = comms(axis)
         apply = parts.layer(
@@ -198,12 +206,19 @@ def stages(
             comms=_with_segments(on_axis, segments),
             attend=attend,
         )
-        first = position * jax.tree.leaves(model.blocks)[0].shape[0]
+        layers_of_chunk = jax.tree.leaves(model.blocks)[0].shape[0]
         return run_blocks(
-            model.blocks, x, keys, apply, first_layer=first, remat=remat, unroll=unroll
+            model.blocks,
+            x,
+            keys,
+            apply,
+            first_layer=position * layers_of_chunk,
+            remat=remat,
+            unroll=unroll,
         )
 
     def head_of_part(model, x, part):
+        """Returns the mean cross-entropy of a microbatch, from the last block's output."""
         windows, _, weights, _ = Batch(*part)
         return head(
             model,
@@ -228,15 +243,21 @@ def embed(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, "batch tokens_shard width"]:
-    """Returns the input of the first block: the embeddings of this device's part of the tokens and
-    of their positions, of which the first is `first`.
+    """Returns the input of the first block, for this device's part of the tokens: the sum of the
+    embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
-    `comms` sums the rows that the devices sharing the vocabulary have; `across` takes the sum to
-    the devices that go on with it. A token outside the vocabulary gives nan, unless those after it
-    have `weights` of 0. Raises `ValueError` for windows longer than the model's context, or empty.
+    Each device looks up the rows that it has, and `comms` sums them over the devices that share the
+    vocabulary. In a pipeline, all stages share it, and `across` is `tensor.copy_to` over the
+    stages: the first stage alone goes on with the sum, and backward its cotangent goes to all.
+
+    A token outside the vocabulary gives nan, unless its target and all later ones have a weight of
+    0 in `weights`, as in padding: no loss depends on such a token.
+
+    Raises:
+        ValueError: the windows are empty, or longer than the model's context.
     """
     _check_tokens(parts.name, tokens, model.config.context)
-    attended = seen(weights)
+    attended = seen(weights)  # whether a target with a weight depends on the token
     rows = tensor.embed_partial(
         model.embedding,
         comms.context_tokens(tokens, dim=1),
@@ -266,10 +287,12 @@ def head(
     comms: tensor.Comms = ONE_DEVICE,
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy of this device's part of the `targets`, times their `weights`,
-    in nats per token, from the output of the last block.
+    """Returns the mean cross-entropy of this device's part of the `targets`, in nats per token,
+    from the output of the last block. The loss of each target is multiplied by its weight in
+    `weights`.
 
-    `across` takes the normalised activations to all devices that share the vocabulary.
+    In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
+    from the last stage to all stages.
     """
     x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
     value = cross_entropy.mean(
@@ -286,19 +309,22 @@ def head(
 def positions(
     x: Float[Array, "..."], tokens: int, first: int | Int[Array, ""] = 0
 ) -> Int[Array, " tokens"]:
-    """Returns the positions `first`, `first` + 1, ... of `tokens` tokens, of `x`'s replication
-    type, which a pipeline needs.
+    """Returns the positions `first`, `first` + 1, ... of `tokens` tokens.
+
+    They are typed as varying along the axes along which `x` varies, since a pipeline's loop needs
+    one type for all that enters a block.
     """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
-    """Returns a function `(*shape, scale=0.02)` that draws normal numbers of that deviation, other
-    ones at each of `count` calls.
+    """Returns a function `(*shape, scale=0.02)` that draws normal numbers with the deviation
+    `scale`. It has a random key for each of `count` calls.
     """
     keys = iter(jax.random.split(key, count))
 
     def normal(*shape, scale=0.02):
+        """Returns an array of this shape, drawn with the next key."""
         return scale * jax.random.normal(next(keys), shape, dtype)
 
     return normal
@@ -307,7 +333,7 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """Returns `table` with zeros in the rows from `vocabulary` on, which pad it."""
+    """Returns `table` with zeros after the first `vocabulary` rows: the other rows are padding."""
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
     )
@@ -316,13 +342,15 @@ def vocabulary_rows(
 def _with_segments(
     comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
 ) -> tensor.Comms:
-    """Returns `comms` whose attention gets the documents of this device's tokens, if there are
-    any."""
+    """Returns `comms` whose attention also gets `segments`, the document of each token; or `comms`
+    unchanged without segments.
+    """
     if segments is None:
         return comms
     local_segments = comms.context_tokens(segments, dim=1)
 
     def wrap_attention(attend):
+        """Returns `attend`, wrapped by `comms`, with the documents of this device's tokens."""
         return functools.partial(comms.wrap_attention(attend), segments=local_segments)
 
     return comms._replace(wrap_attention=wrap_attention)

@@ -28,12 +28,15 @@ def attention(
     *,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns `grouped(q, k, v)` by JAX's Pallas kernel for TPUs; `grouped` itself where 128 does
-    not divide the tokens, for float64, and for documents packed into a window (`segments`).
+    """Returns `grouped(q, k, v)`, computed by JAX's Pallas kernel for TPUs.
 
-    It keeps the logarithms of sums, B H T numbers, and computes the scores again backward. It
-    multiplies in the type of `q` and adds up in float32, so it equals `grouped` within the rounding
-    of that type.
+    The kernel cannot do all that `grouped` can. `grouped` itself runs if 128 does not divide the
+    tokens, for float64, for documents packed into a window (`segments`), and for heads that it
+    refuses.
+
+    For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
+    computes the scores again. It multiplies in the type of `q` and adds up in float32, so it equals
+    `grouped` within the rounding of that type.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -41,16 +44,20 @@ def attention(
     sizes = [block for block in BLOCKS if T % block == 0]
     if not sizes or H % G or q.dtype.itemsize > 4 or segments is not None:
         return grouped(q, k, v, segments=segments)
+    # The kernel has no groups: it needs as many heads of keys and values as of queries.
     k, v = (jnp.repeat(array, H // G, axis=2) for array in (k, v))
     q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     return jnp.swapaxes(typed(functools.partial(_kernel, block=sizes[0]))(q, k, v), 1, 2)
 
 
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
+    """Returns JAX's flash attention, [B, H, T, K], of arrays [B, H, T, K], `block` tokens at a
+    time.
+    """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
-    # For the gradient of q the kernel's caller writes sums of rows out so many times.
+    # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times: the least is best.
     sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
     return kernels.flash_attention(
         q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes
@@ -58,68 +65,81 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `f`, a function of arrays with a derivative of its own, that may be called where
-    `check_vma=True`.
+    """Returns `f` as a function that may be called inside a `shard_map` with `check_vma=True`.
 
-    Pallas's kernels are refused there unless they say along which axes their results vary. Here
-    they vary along all axes along which an argument does. `f` must send nothing to other devices.
-    It is traced where JAX checks no types, in a thread of its own, as what JAX checks belongs to a
-    thread.
+    `f` takes arrays, returns an array, has a derivative of its own, and must not communicate. With
+    `check_vma=True`, JAX refuses Pallas kernels that do not say along which axes their results
+    vary. So `f` and its derivative are traced without these checks, to jaxprs, and the results of
+    the jaxprs are then typed as varying along each axis along which an argument varies.
     """
 
     @jax.custom_vjp
     def g(*arguments):
-        return _run(_untyped(f, *arguments), arguments)[0]
+        """Returns `f(*arguments)`."""
+        (out,) = _run(_untyped(f, *arguments), arguments)
+        return out
 
     def forward(*arguments):
+        """Returns `f(*arguments)`, and the residuals: the leaves of its pullback and their tree."""
         structures = []
 
-        def out_and_residuals(*arguments):
-            out, pull = jax.vjp(f, *arguments)
-            leaves, structure = jax.tree.flatten(pull)
+        def out_and_leaves(*arguments):
+            """Returns `f(*arguments)` and the leaves of its pullback."""
+            out, pullback = jax.vjp(f, *arguments)
+            leaves, structure = jax.tree.flatten(pullback)
+            # A jaxpr returns arrays only, so the tree leaves the trace through this list.
             structures.append(structure)
             return out, *leaves
 
-        program = _untyped(out_and_residuals, *arguments)
+        program = _untyped(out_and_leaves, *arguments)
         out, *leaves = _run(program, arguments)
-        return out, (leaves, _Pull(structures[0]))
+        return out, (leaves, _PullbackTree(structures[0]))
 
-    def backward(residuals, ct):
-        leaves, pull = residuals
+    def backward(residuals, cotangent):
+        """Returns the cotangents of the arguments."""
+        leaves, pullback = residuals
 
-        def cotangents(ct, *leaves):
-            return jax.tree.unflatten(pull.tree, leaves)(ct)
+        def cotangents(cotangent, *leaves):
+            return jax.tree.unflatten(pullback.tree, leaves)(cotangent)
 
-        return tuple(_run(_untyped(cotangents, ct, *leaves), (ct, *leaves)))
+        return tuple(_run(_untyped(cotangents, cotangent, *leaves), (cotangent, *leaves)))
 
     g.defvjp(forward, backward)
 
     def along_all(*arguments):
+        """Returns `g` of the arguments, typed as varying along the same axes."""
+        # Outside g, so that JAX differentiates this typing, too: it sums the cotangent of an
+        # argument that did not vary over the devices.
         return g(*_varying_alike(arguments, arguments))
 
     return along_all
 
 
 @jax.tree_util.register_static
-class _Pull:
-    """The structure of a derivative."""
+class _PullbackTree:
+    """The tree of a pullback, as a static value: residuals must be arrays or static."""
 
     def __init__(self, tree: Any):
         self.tree = tree
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Pull) and self.tree == other.tree
+        return isinstance(other, _PullbackTree) and self.tree == other.tree
 
     def __hash__(self) -> int:
         return hash(self.tree)
 
 
 def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the jaxpr of `f`, traced in a thread of its own."""
+    """Returns the jaxpr of `f`, traced without the types of `check_vma=True`.
+
+    JAX keeps the surrounding `shard_map` and its checks for each thread, so a new thread traces
+    outside of them.
+    """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 
     def trace():
-        # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits alone.
+        """Returns the jaxpr, under the settings that the kernels need."""
+        # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits only.
         with (
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
@@ -132,6 +152,9 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _run(program: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """Returns the results of a jaxpr, typed as varying along each axis along which an argument
+    varies.
+    """
     return _varying_alike(jaxpr_as_fun(program)(*arguments), arguments)
 
 

@@ -1,7 +1,7 @@
 """Text from a trained decoder, one token after another.
 
 `sampled` draws tokens by a `Writer`; `sampler` makes the function `sample` of a family. Keys and
-values are kept from token to token, so that the next one costs a pass of one token.
+values are kept from token to token, so the next token costs a pass of one token.
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
 width, V vocabulary.
@@ -36,8 +36,8 @@ class Cache(NamedTuple):
     """Keys and values of all layers.
 
     Attributes:
-        keys: of the tokens so far; places after them are 0, and not attended to.
-        values: the same for values.
+        keys: the keys of the tokens so far; later places are 0, and no query attends to them.
+        values: the values of the same tokens.
     """
 
     keys: Float[Array, "layers batch places groups head_width"]
@@ -45,13 +45,15 @@ class Cache(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """A model that keeps keys and values. The logits are those after the last token.
+    """Two functions of a model that keep its keys and values.
+
+    Both return the logits after the last token.
 
     Attributes:
-        begin: `(tokens [B, P], places) -> (logits [B, V], cache)`, with room for so many tokens, P
-            among them.
-        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`, one more token each, at the
-            place `first`.
+        begin: `(tokens [B, P], places) -> (logits [B, V], cache)`: runs the prompt; the cache has
+            `places` places, of which the prompt fills the first P.
+        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`: runs one more token of each
+            sequence, at the place `first`.
     """
 
     begin: Callable[..., tuple[Float[Array, "batch vocabulary"], PyTree]]
@@ -59,36 +61,44 @@ class Cached(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """A model that writes.
+    """A model that writes text.
 
     Attributes:
-        logits: from tokens `[1, window]` to the logits after each of them.
-        window: each token sees at most so many before it; static.
-        cached: the same model, keeping keys and values; None: each token is computed from all
-            before it.
+        logits: the function from tokens `[1, window]` to the logits after each of them.
+        window: the most tokens that a new token is drawn from; static.
+        cached: the functions of the same model that keep its keys and values. None: each token is
+            computed from all tokens in the window.
+        name: the name that errors begin with.
     """
 
     logits: Callable[[Int[Array, "batch tokens"]], Float[Array, "batch tokens vocabulary"]]
     window: SupportsIndex
     cached: Cached | None = None
+    name: str = "sample"
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """Returns `model`, whole, with the keys and values of its tokens kept: 2 L S G K numbers a
+    """Returns the functions of a whole `model` that keep keys and values, 2 L S G K numbers per
     sequence.
 
-    Under `jax.jit` arrays placed over a mesh stay split: heads of keys and values over the devices
-    that have them, sequences over those that have these.
+    Under `jax.jit`, the cache of a model that is placed over a mesh is split as the model is: by
+    heads of keys and values. If sequences are split over devices, so is their cache.
     """
 
     def begin(tokens, places):
+        """Returns the logits after a prompt [B, P], [B, V], and its cache of S = `places`."""
+
         def pad(old, new):
+            """Returns keys or values [B, P, G, K] as [B, S, G, K]; there are no old ones."""
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
         return _run(parts, model, tokens, None, 0, pad)
 
     def go_on(tokens, cache, first):
+        """Returns the logits after one more token of each sequence, [B, V], and the cache."""
+
         def write(old, new):
+            """Returns the old keys or values [B, S, G, K] with new ones, [B, 1, G, K], written."""
             return lax.dynamic_update_slice_in_dim(old, new, first, axis=1)
 
         return _run(parts, model, tokens[:, None], cache, first, write)
@@ -104,16 +114,22 @@ def _run(
     first: Any,
     join: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
-    """Runs the tokens from `first` on through all blocks; `join` puts a layer's new keys or values
-    behind the earlier ones.
+    """Returns the logits after the last of `tokens`, which begin at the place `first`, and the
+    cache with their keys and values.
+
+    `join(old, new)` puts the new keys or values of a layer behind the old ones. Without a `cache`
+    there are no old ones, and `old` is None.
     """
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
     def block(x, layer_inputs):
+        """Returns the output of one layer and its new cache, as a step of `lax.scan`."""
         weights, layer, old = layer_inputs
+        # The family's block returns no cache, so `attend` leaves it in this list.
         caches = []
 
         def attend(q, k, v):
+            """Returns attention over the old keys and values and the new ones."""
             old_keys, old_values = old or (None, None)
             caches.append(Cache(join(old_keys, k), join(old_values, v)))
             return grouped(q, *caches[0], first=first)
@@ -129,7 +145,10 @@ def _run(
 
 
 def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
-    """Returns the function `sample` of a family, called `name` in errors."""
+    """Returns the function `sample` of a family; its errors begin with `name`, the family's, as in
+    "gpt2.sample".
+    """
+    function_name = f"{name}.sample"
 
     def sample(
         model: Any,
@@ -145,25 +164,29 @@ def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
         """Returns the `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws
         them, with its arguments and errors.
 
-        Each token sees at most the last `window` before it (default: the model's context; use the
-        length that it was trained on). Wrap it in `jax.jit` or `eqx.filter_jit`, with `tokens`,
-        `window` and `top_k` static.
+        Each token is drawn from at most the last `window` tokens before it. The default is the
+        model's context; if the model was trained on shorter windows, give their length. Wrap the
+        function in `jax.jit` or `eqx.filter_jit`, with `tokens`, `window` and `top_k` static.
 
         Raises:
-            ValueError: as `sampled` does; the window is not within the model's context; or an array
-                of the model is deleted.
+            ValueError: for the reasons of `sampled`; or the window is longer than the model's
+                context; or an array of the model is deleted.
         """
-        argument_checks.check_not_deleted(f"{name}.sample", model)
+        argument_checks.check_not_deleted(function_name, model)
         context = model.config.context
         window = context if window is None else window
-        (window,) = argument_checks.whole_numbers("sample", window=window)
+        (window,) = argument_checks.whole_numbers(function_name, window=window)
         if not 1 <= window <= context:
             raise ValueError(
-                f"sample needs a window from 1 to the model's context of {context} tokens; got "
-                f"{window}."
+                f"{function_name} needs a window from 1 to the model's context of {context} "
+                f"tokens; got {window}."
             )
-        logits = functools.partial(family.logits, model)
-        writer = Writer(logits, window, None if family.cached is None else family.cached(model))
+        writer = Writer(
+            functools.partial(family.logits, model),
+            window,
+            cached=None if family.cached is None else family.cached(model),
+            name=function_name,
+        )
         return sampled(
             writer,
             prompt,
@@ -189,51 +212,53 @@ def sampled(
 ) -> Int[Array, " tokens"]:
     """Returns the `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
-    The model may be split: under `jax.jit`, arrays placed over a mesh give the tokens that one
-    device draws. For many prompts of one length use `jax.vmap`; placed over an axis of the mesh,
-    each device writes its own.
+    The model may be split: under `jax.jit`, a model placed over a mesh draws the tokens that it
+    draws on one device. For many prompts of one length use `jax.vmap`; if the prompts are placed
+    over an axis of the mesh, each device continues its own prompts.
 
-    While the text fits the writer's window, keys and values are kept, and a token costs a pass of
-    one token, 2 N flops and what attention needs. After that, and without `cached`, it costs one
-    over the whole window, 2 N window flops: where the window moves, so do the places of all tokens
-    in it, and no key or value stays the same.
+    Let N be the number of parameters. While the text fits the writer's window, keys and values are
+    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and
+    without `cached`, a token costs a pass over the whole window, 2 N window flops. The window then
+    moves by one place for each token, which changes the positions of all tokens in it, and so all
+    keys and values.
 
-    Where logits are nan, as after an id outside the vocabulary, the token is -1, and so are all
-    after it. No tokenizer decodes that.
+    If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
+    tokens after it. No tokenizer decodes -1.
 
     Args:
         writer: the model, such as `Writer(functools.partial(family.logits, model), window,
             family.cached(model))`.
-        prompt: it may be longer than the window.
-        tokens: how many, static.
+        prompt: the tokens to continue; they may be longer than the window.
+        tokens: the number of tokens to draw; static.
         temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the
             first of equal ones.
-        top_k: draw among the k largest logits (and those that equal the least of them); static.
+        top_k: draw among the k largest logits (and those that equal the smallest of the k); static.
             None: among all.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`,
             reach p. None: among all.
-        key: each token has its own, `jax.random.split(key, tokens)`.
+        key: the random key; each token uses its own, of `jax.random.split(key, tokens)`.
 
     Raises:
-        ValueError: no prompt, or one that is not whole numbers in one dim; `tokens` below 0,
-            a window or `top_k` below 1; where values are known (outside `jax.jit`), a prompt's
-            token outside the vocabulary, a temperature that is negative or not finite, or a `top_p`
-            outside [0, 1]. Inside, these give -1.
+        ValueError: the prompt is empty, or is not whole numbers in one dim; `tokens` is below 0, a
+            window or `top_k` below 1; or, outside `jax.jit`, where values are known, a token of the
+            prompt is outside the vocabulary, a temperature is negative or not finite, or a `top_p`
+            is outside [0, 1]. Inside `jax.jit`, such values give -1.
     """
-    logits, window, cached_model = writer
-    tokens, window = argument_checks.whole_numbers("sample", tokens=tokens, window=window)
+    logits, cached_model, name = writer.logits, writer.cached, writer.name
+    tokens, window = argument_checks.whole_numbers(name, tokens=tokens, window=writer.window)
     if tokens < 0 or window < 1:
         raise ValueError(
-            f"sample needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, "
+            f"{name} needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, "
             f"window {window}."
         )
-    token_of = _token_of(temperature, top_k, top_p)
+    token_of = _token_of(name, temperature, top_k, top_p)
     vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
-    ids = _prompt(prompt, vocabulary)[-window:]
+    ids = _prompt(name, prompt, vocabulary)[-window:]
     keys = jax.random.split(key, tokens)
     first_tokens = jnp.zeros(0, jnp.int32)
     if cached_model is not None and tokens:
-        # So many tokens see no more than the window before them.
+        # These tokens can be drawn before the window moves: the last one is drawn from a window
+        # that is just full.
         fit = min(tokens, window - ids.size + 1)
         first_tokens = _with_cache(cached_model, token_of, ids, keys[:fit])
         ids = jnp.concatenate([ids, first_tokens])[-window:]
@@ -243,19 +268,26 @@ def sampled(
     return jnp.concatenate([first_tokens, later])
 
 
-def _token_of(temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
-    """Returns the function `(logits [V], key, unknown)` to a token, which is -1 after an unknown
-    one."""
+def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
+    """Returns a function `(logits [V], key, unknown)` that draws a token: -1 if a logit is nan, or
+    if `unknown` says that a token before it was -1.
+
+    `name` begins the errors.
+    """
     if top_k is not None:
-        (top_k,) = argument_checks.whole_numbers("sample", top_k=top_k)
+        (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
         if top_k < 1:
-            raise ValueError(f"sample needs a top_k of 1 or more, or None for all; got {top_k}.")
+            raise ValueError(f"{name} needs a top_k of 1 or more, or None for all; got {top_k}.")
     temperature = _scalar(
-        "temperature", temperature, math.inf, "a finite number, 0 for the likeliest token, or more"
+        f"{name} needs as temperature a finite number, 0 for the likeliest token, or more",
+        temperature,
+        math.inf,
     )
-    top_p = None if top_p is None else _scalar("top_p", top_p, 1.0, "a number from 0 to 1")
+    if top_p is not None:
+        top_p = _scalar(f"{name} needs as top_p a number from 0 to 1", top_p, 1.0)
 
     def token_of(row, key, unknown):
+        """Returns the token drawn from a row of logits, [V]."""
         scores = filtered(row, temperature, top_k=top_k, top_p=top_p)
         token = jax.random.categorical(key, scores).astype(jnp.int32)
         return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)
@@ -269,11 +301,14 @@ def _with_cache(
     prompt: Int[Array, " prompt"],
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """Returns the tokens after `prompt`, one for each key, with keys and values kept."""
+    """Returns the tokens after `prompt`, one for each key, computed with a cache of keys and
+    values.
+    """
     row, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
     token = token_of(row[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
+        """Returns the token after `token`, which stands at `place`, as a step of `lax.scan`."""
         (token, cache), (key, place) = carry, inputs
         row, cache = model.go_on(token[None], cache, place)
         new = token_of(row[0], key, token == NOTHING)
@@ -290,11 +325,19 @@ def _without_cache(
     window: int,
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """Returns the tokens after `prompt`, one for each key, each computed from the whole window."""
+    """Returns the tokens after `prompt`, one for each key, each computed from the whole window.
+
+    The tokens are the first of the window's places, and zeros fill the rest. Once they fill all
+    places, the window moves.
+    """
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
-        seen, filled = carry  # the last tokens, and how many of the window's places they fill
+        """Returns the next token, as a step of `lax.scan`.
+
+        The carry is the window, [window], and how many of its places the tokens fill.
+        """
+        seen, filled = carry
         token = token_of(logits(seen[None])[0, filled - 1], key, (seen == NOTHING).any())
         seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))
         filled = jnp.minimum(filled + 1, window)
@@ -310,20 +353,21 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """Returns the logits to draw from, in float32 or wider: over `temperature`, less their maximum,
-    and -inf where no token is drawn.
+    """Returns the logits to draw from, in float32 or wider: less their maximum, divided by
+    `temperature`, and -inf for tokens that must not be drawn.
 
-    At temperature 0 all are -inf but the largest, the first of equal ones. First `temperature`,
-    then `top_k`, then `top_p` of what is left; the likeliest token always stays. All are nan where
-    a logit is nan or inf, or none is finite, or for a `temperature` or `top_p` that `sampled`
-    refuses.
+    At temperature 0 all logits are -inf but the largest (the first of equal ones), which is 0.
+    `temperature` is applied first, then `top_k`, and `top_p` to the tokens that are left. The
+    likeliest token always stays. All logits are nan if one is nan or inf, if none is finite, or for
+    a `temperature` or `top_p` that `sampled` refuses.
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
     `top_p`.
     """
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     scale = jnp.asarray(temperature, wide.dtype)
-    shifted = wide - jnp.max(wide)  # so that a small temperature overflows to -inf alone
+    # Less the maximum no logit is above 0, so a small temperature overflows to -inf, never to inf.
+    shifted = wide - jnp.max(wide)
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
     scores = jnp.where(scale == 0, greedy, shifted / jnp.where(scale == 0, 1, scale))
@@ -341,30 +385,35 @@ def filtered(
     return jnp.where(wrong, jnp.nan, scores)
 
 
-def _scalar(name: str, value: Any, most: float, needed: str) -> Any:
-    """Returns the number, checked where it is known: from 0 to `most`, and finite."""
+def _scalar(needed: str, value: Any, most: float) -> Any:
+    """Returns a number. It must be finite and from 0 to `most`; a tracer has no value to check.
+
+    Errors begin with `needed`.
+    """
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
-        raise ValueError(f"sample needs as {name} {needed}; got {value!r}.")
+        raise ValueError(f"{needed}; got {value!r}.")
     if not isinstance(value, Tracer):
         number = float(value)
         if not (0 <= number <= most and math.isfinite(number)):
-            raise ValueError(f"sample needs as {name} {needed}; got {number}.")
+            raise ValueError(f"{needed}; got {number}.")
     return value if isinstance(value, jax.Array) else float(value)
 
 
-def _prompt(prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
-    """Returns the prompt as int32, with -1 for what is outside the vocabulary."""
+def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
+    """Returns the prompt as int32, with -1 for tokens outside the vocabulary; `name` begins the
+    errors.
+    """
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
         raise ValueError(
-            "sample needs a prompt of one token or more; got none. Start with a space, or a line's "
-            "end."
+            f"{name} needs a prompt of one token or more; got none. Start with a space, or a "
+            "line's end."
         )
     if prompt.ndim != 1:
         raise ValueError(
-            f"sample needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use "
+            f"{name} needs one prompt, of one dim; got shape {list(prompt.shape)}. For many, use "
             "jax.vmap."
         )
-    argument_checks.check_tokens("sample", prompt[None], vocabulary)
+    argument_checks.check_tokens(name, prompt[None], vocabulary)
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
     return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))

@@ -1,8 +1,8 @@
-"""A tree as named arrays, in the one form that all layouts share, and back in any shardings.
+"""A state as named arrays, in one form that all layouts share, and back in any shardings.
 
-Arrays are named by their path in the tree. What a layout does to a state (a pipeline chunks its
-blocks) is undone on the way to disk and done again on the way back by a pair of functions that the
-caller knows.
+Arrays are named by their path in the tree. A layout may change the form of a state: a pipeline
+chunks its blocks. The caller gives a pair of functions, `to_disk` and `from_disk`: the first undoes
+this before the state is stored, and the second does it again after the state is read.
 """
 
 import math
@@ -28,8 +28,8 @@ KEYS = {
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays and the plain numbers of a tree, by path; a complex number as a list of
-    two.
+    """Returns the arrays and the plain numbers of a tree, by path. A complex number becomes a list
+    of its two parts.
 
     Raises:
         ValueError: two leaves have one path, or a plain number is not finite.
@@ -60,10 +60,12 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Returns the tree with a `jax.ShapeDtypeStruct`, with its sharding, for each array on
-    devices."""
+    """Returns the tree with a `jax.ShapeDtypeStruct` in place of each array on devices, with the
+    same sharding.
+    """
 
     def shape(leaf):
+        """Returns the shape, dtype and sharding of an array, and other leaves unchanged."""
         if not isinstance(leaf, jax.Array):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -72,12 +74,13 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns the shapes of `to_disk(like)`, with the shardings that the compiler gives them."""
+    """Returns the shapes of `to_disk(like)`, with the shardings that the compiler chooses."""
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
     shardings = lowered.compile().output_shardings
 
     def shape(out, sharding):
+        """Returns the shape and dtype of a result, with this sharding."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
 
     return eqx.combine(jax.tree.map(shape, lowered.out_info, shardings), statics[-1])
@@ -94,12 +97,14 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
-    """Returns the arrays of `tree`; `f` as a function from arrays to arrays; and a list, to which
-    it adds the other leaves."""
+    """Returns the arrays of `tree`; `f` as a function from arrays to arrays, which `jax.jit` can
+    trace; and a list, to which this function adds the leaves of its result that are no arrays.
+    """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 
     def of_arrays(arrays):
+        """Returns the arrays of `f(tree)`, and adds its other leaves to `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result
@@ -110,16 +115,19 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Refuses with a `ValueError` a checkpoint whose leaves are not the ones asked for; the message
-    names them."""
+    """Refuses with a `ValueError` a checkpoint whose leaves differ from those of the state to
+    restore; the message names them.
+    """
 
     def kinds(numbers):
+        """Returns plain numbers as a record describes arrays, `[type, shape]`, by name."""
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
             for name, number in numbers.items()
         }
 
     def words(entry):
+        """Returns the type and the shape of a leaf, or "nothing"."""
         return "nothing" if entry is None else f"{entry[0]}{entry[1]}"
 
     stored_leaves = record.arrays | kinds(record.numbers)
@@ -144,6 +152,7 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """Returns `like` with the stored arrays and numbers in their places; its other leaves stay."""
 
     def leaf(path, leaf):
+        """Returns the stored number or array with this path, in the type of the leaf of `like`."""
         name = mesh.dotted(path) or "state"
         if name in numbers:
             return (
@@ -161,10 +170,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Begins to look at all numbers; a function that waits for the end, and gives the names of the
-    arrays with a nan or an inf.
+    """Returns a function that returns the names of the arrays with a nan or an inf.
 
-    All processes learn of the shards of all. The arrays may be donated meanwhile.
+    This call starts the check on the devices, and the function waits for its result; the arrays may
+    be donated in between. All processes get the names, whichever process has the shard.
     """
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -179,10 +188,15 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
 
 @jax.jit
 def _all_finite(arrays):
-    """Nothing finite times 0 is nan, and all else is: on CPUs this sum takes two thirds of the time
-    of `all(isfinite)`."""
+    """Returns whether all numbers of each array are finite, by name.
+
+    A finite number times 0 is 0, and nan or inf times 0 is nan, so the sum of the products is
+    finite only if all numbers are. On CPUs this sum takes two thirds of the time of
+    `all(isfinite)`.
+    """
 
     def finite(leaf):
+        """Returns whether all numbers of an array are finite."""
         parts = (
             [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
         )
@@ -197,8 +211,9 @@ def described(leaf: Any) -> list:
 
 
 def plain(leaf: Any) -> Any:
-    """Returns the tree that Orbax stores or looks for: random keys as the numbers that they are
-    made of."""
+    """Returns a leaf as Orbax stores it: a random key as the numbers that it is made of, other
+    arrays unchanged. A `jax.ShapeDtypeStruct` stays one.
+    """
     if not _is_key(leaf):
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -208,10 +223,12 @@ def plain(leaf: Any) -> Any:
 
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of size zero, which Orbax does not store: of `jax.ShapeDtypeStruct`s, the
-    arrays."""
+    """Returns the arrays of size zero, which Orbax does not store. For a `jax.ShapeDtypeStruct` of
+    size zero, it makes the array.
+    """
 
     def array(leaf):
+        """Returns the leaf as an array."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
@@ -220,10 +237,10 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that gives the arrays again, also after they were donated.
+    """Returns a function that returns the arrays again, also after they were donated.
 
-    Until it is gone, the blocks that this process has are in the host's memory, each once. The
-    arrays that it gives are there too, where the devices can read them from there.
+    It keeps a copy of each block of this process in the host's memory. The arrays that it returns
+    stay there too, if the devices can read the host's memory.
     """
     split = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)
@@ -233,13 +250,16 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     others = {name: np.array(leaf) for name, leaf in arrays.items() if name not in split}
 
     def again():
+        """Returns all arrays, made from the copies."""
         return others | {name: _of_blocks(*parts) for name, parts in split.items()}
 
     return again
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """Returns this process's blocks of an array, by device; copies of one block are one."""
+    """Returns this process's blocks of an array, by device, copied to the host. Devices with copies
+    of one block share one copy.
+    """
     places = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
     distinct = {index: data for _, index, data in places}
     for data in distinct.values():
@@ -251,11 +271,17 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
 def _of_blocks(
     blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
-    if next(iter(blocks)).platform != "cpu" and "pinned_host" in kinds:
+    """Returns a global array of `shape` from this process's blocks, by device.
+
+    On accelerators the blocks stay in the host's memory, if the devices can read it: the memory of
+    the devices is full of the run's own state.
+    """
+    memory_kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
+    if next(iter(blocks)).platform != "cpu" and "pinned_host" in memory_kinds:
         sharding = sharding.with_memory_kind("pinned_host")
 
     def put(device, block):
+        """Returns one block as an array of one device."""
         memory = sharding.memory_kind
         return jax.device_put(block, jax.sharding.SingleDeviceSharding(device, memory_kind=memory))
 
@@ -264,4 +290,5 @@ def _of_blocks(
 
 
 def _is_key(leaf: Any) -> bool:
+    """Returns whether an array is of random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

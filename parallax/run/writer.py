@@ -1,8 +1,8 @@
-"""Checkpoints are written beside the steps: Orbax's files are committed and hashed, the manifest
-seals them, old ones go.
+"""Checkpoints are written while the run takes further steps: Orbax commits its files, they are
+hashed, the manifest seals them, and old checkpoints are removed.
 
-A save whose storage fails for a while is tried again with growing pauses. All processes go through
-the same stages, and come to one answer.
+If the storage fails for a while, the save is tried again after growing pauses. All processes go
+through the same stages, and agree on how each stage ended.
 """
 
 import contextlib
@@ -30,16 +30,17 @@ class Writer:
     """Writes one checkpoint at a time into `folder`. Every process makes the same calls.
 
     Args:
-        folder: of the checkpoints.
-        name: unlike that of any other writer of the job, and the same on all processes.
-        make_room: is given a step, and makes way for its checkpoint. On the first process.
-        sealed: is given a step whose checkpoint is finished. On the first process, in the writer's
-            thread.
+        folder: the folder of the checkpoints.
+        name: a name that no other writer of the job has, and that is the same on all processes.
+        make_room: called on the first process with a step before its checkpoint is written;
+            removes what is in the way.
+        sealed: called on the first process, in the writer's thread, with a step whose checkpoint is
+            finished.
         tries: how often a save is tried.
-        say: prints a line of an error that this process met.
+        say: prints a line about an error of this process.
 
     Attributes:
-        arrays: Orbax's checkpointer, which reads too.
+        arrays: Orbax's checkpointer, which also reads.
 
     Raises:
         ImportError: Orbax is not installed.
@@ -64,17 +65,16 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
-        """Begins to write a checkpoint; the arrays may be donated as soon as this returns. The one
-        before must be finished.
+        """Begins to write a checkpoint; the arrays may be donated as soon as this returns. The last
+        checkpoint must be finished.
 
-        `lost` waits for the names of the arrays that are not finite. It is called when the writing
-        has begun, since both at once take less time than one after the other; where it names any,
-        what was written is removed.
+        `lost` waits for the names of the arrays that are not finite. It is called after the writing
+        has begun, so that both go on at once. If it returns any names, the files are removed again.
 
         Raises:
-            ValueError: there are such names.
-            retention.Later: as `make_room` does.
-            OSError: the storage failed, and not for a while only.
+            ValueError: an array is not finite.
+            retention.Later: `make_room` raises it.
+            OSError: the storage failed, and will not recover by itself.
         """
         copies = stored.held(arrays) if self._tries > 1 else lambda: arrays
         name, error = f"{self._name}, save {next(self._saves)}", None
@@ -121,6 +121,7 @@ class Writer:
         """Makes the folder, and hands the arrays to Orbax, which copies them before it returns."""
 
         def make():
+            """Makes room and the folder, on the first process."""
             self._make_room(record.step)
             records.begin(self._path(record.step), record)
 
@@ -131,8 +132,9 @@ class Writer:
         )
 
     def _begin_again(self, record: Record, arrays: dict[str, Any]) -> None:
-        """Calls `_begin` without the files that the last attempt left, which may be what fills the
-        disk."""
+        """Removes the files that the last attempt left, which may fill the disk, and calls `_begin`
+        again.
+        """
         self._remove(record.step)
         self._begin(record, arrays)
 
@@ -143,8 +145,9 @@ class Writer:
         self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Removes what was written of a checkpoint. Orbax's writer may have failed, and does not go
-        on then: take a new one."""
+        """Removes what was written of a checkpoint, and makes a new Orbax checkpointer, since one
+        that failed writes no more.
+        """
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 retention.remove(self._path(step))
@@ -155,19 +158,26 @@ class Writer:
         name: str,
         record: Record,
         copies: Callable[[], dict[str, Any]],
-        begun: Exception | None,
+        first_failure: Exception | None,
     ) -> None:
-        """Runs in the writer's thread. Where the storage fails, what is not done yet is done again
-        after a pause.
+        """Finishes a save, in the writer's thread: waits for Orbax, and seals the checkpoint.
 
-        `begun` says how `_begin` failed, if it did.
+        If the storage fails, it tries again after a pause, up to `tries` times; arrays that are
+        written are not written again. The last error is kept for `check`.
+
+        Args:
+            name: the name of this save, which its barriers begin with.
+            record: the contents of the manifest.
+            copies: returns the arrays again, since the caller may have donated them.
+            first_failure: the error of `_begin`, in the caller's thread, or None.
         """
         written = False
         for number in itertools.count(1):
             try:
-                if number == 1 and begun is not None:
-                    raise begun
+                if number == 1 and first_failure is not None:
+                    raise first_failure  # the first try has failed: go on as after any failure
                 if number > 1:
+                    # New barriers: those of the last try may be left half way.
                     self._stages = Stages(f"{name}, try {number}", self._meet)
                     if not written:
                         self._begin_again(record, copies())
@@ -176,12 +186,15 @@ class Writer:
                     written = True
                 self._stages.first(lambda: self._seal(record))
                 return
+            # Of all kinds: the thread has no caller, so `check` must raise them in the run.
             except BaseException as failure:
-                error, pause = self._failed(record.step, failure), PAUSE * 2 ** (number - 1)
-                if not self._stages.failed(failure) or number == self._tries:
+                error = self._failed(record.step, failure)
+                pause = PAUSE * 2 ** (number - 1)
+                all_try_again = self._stages.failed(failure)  # all processes get one answer
+                if not all_try_again or number == self._tries:
                     self._error = error
                     return
-                if not isinstance(failure, Elsewhere):
+                if not isinstance(failure, Elsewhere):  # else another process says it
                     self._say(
                         f"{error} The next of {self._tries} tries is in {pause:g} s; the run "
                         f"goes on meanwhile."
@@ -189,26 +202,29 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
+        """Writes the manifest of a checkpoint and the newest step, on the first process."""
         records.seal(self._path(record.step), record)
         manifest.write(self._folder / NEWEST, {"step": record.step})
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
+        """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's."""
         checkpoint = orbax()
-        # Weights hardly compress, and trying takes more processor time than all the rest of a save.
+        # Weights hardly compress, and trying takes more processor time than the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
-        # All processes, by name: Orbax then meets at the coordinator too, and may begin in the
-        # background.
+        # With the processes named, Orbax meets at barriers of the coordinator too, not in
+        # collectives, and may begin in the background.
         processes = set(range(jax.process_count()))
         together = checkpoint.options.MultiprocessingOptions(
             active_processes=processes, barrier_sync_key_prefix=self._name
         )
 
-        def meet(key: str, timeout_ms: int) -> None:  # Orbax's own stages
+        def meet(key: str, timeout_ms: int) -> None:
+            """Ends a stage of the save, wherever Orbax wants a barrier."""
             self._stages.end()
 
-        # Folders at once: where one cannot be made in the background, Orbax waits for it for 5
-        # minutes.
+        # Folders are made before the save returns: if Orbax makes one in the background and cannot,
+        # it waits 5 minutes for the folder.
         ends = checkpoint.options.AsyncOptions(
             barrier_sync_fn=meet, create_directories_asynchronously=False
         )
@@ -217,6 +233,7 @@ class Writer:
         )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
+        """Returns an error that says which checkpoint was not saved, and which is the newest."""
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
         failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
@@ -227,7 +244,10 @@ class Writer:
 
 
 def orbax() -> Any:
-    """Returns `orbax.checkpoint`, with a sentence where it is not installed."""
+    """Returns `orbax.checkpoint`.
+
+    Raises `ImportError`, which says what to install, if Orbax is not installed.
+    """
     try:
         import orbax.checkpoint
     except ImportError as error:

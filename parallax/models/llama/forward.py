@@ -37,26 +37,35 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """Returns the output of one block, as `block.apply` describes it; one with experts returns an
-    `Output` with its auxiliary losses and `experts.Statistics`.
+    """Returns the residual stream after one block, as `block.apply` computes it. A block with
+    experts returns an `Output`, with its auxiliary losses and `experts.Statistics`.
 
-    If each device has all heads of keys and values, it computes those that its queries attend to;
-    backward, one all-reduce of their weights' size sums the gradients. `turns` are those of the
-    tokens that it attends with, by `rotary`.
+    `keys` and `layer` are there since all families take them: for dropout, which a Llama has not.
+    `turns` are the cosines and sines that `rotary` gives for the positions of all the tokens in
+    `comms.all_tokens(x)`.
     """
 
     def heads(y):
+        """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.all_tokens(y)
         q, k, v = queries_keys_values(weights.attention, y, turns, config, comms)
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
+        """Returns the sum to add to the stream, and the router's statistics or None."""
         if isinstance(weights.mlp, MLP):
             return fed_forward(weights.mlp, y, comms), None
         return mixed(weights.mlp, y, config, comms)
 
-    options = {"heads": heads, "feed_forward": feed_forward, "epsilon": config.epsilon}
-    x, statistics = blocks.apply(weights, x, **options, comms=comms, attend=attend)
+    x, statistics = blocks.apply(
+        weights,
+        x,
+        heads=heads,
+        feed_forward=feed_forward,
+        epsilon=config.epsilon,
+        comms=comms,
+        attend=attend,
+    )
     if statistics is None:
         return x
     loss = config.balance * statistics.balance + config.z * statistics.z
@@ -64,6 +73,7 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
+    """Returns `block` as a function `(weights, x, keys, layer)`, for tokens at these positions."""
     turns = rotary(config, positions)
     return functools.partial(block, config=config, turns=turns, comms=comms, attend=attend)
 
@@ -126,17 +136,18 @@ def queries_keys_values(
 
 
 def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
-    """Returns the heads of a layer of keys or values that this device's `heads` of queries attend
-    to.
+    """Returns a layer of keys or values with only the heads that this device's `heads` heads of
+    queries attend to.
 
-    They are all that the device has if the axis splits them, and some of them if each device has
-    all.
+    If the axis splits the heads of keys, the device needs all that it has. If each device has all
+    heads of keys, it picks some; backward, one all-reduce of the weights' size then sums their
+    gradients over the devices.
 
     Raises:
-        ValueError: the device has neither.
+        ValueError: the device has neither its share of the heads of keys nor all of them.
     """
     groups, devices = layer.weight.shape[1], comms.axis.size()
-    sharers = config.heads // config.groups  # heads of queries for one of keys
+    sharers = config.heads // config.groups  # heads of queries that share one head of keys
     splits_queries = heads * devices == config.heads
     if splits_queries and groups * devices == config.groups:
         return layer
@@ -151,6 +162,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     first, needed = comms.axis.index() * heads // sharers, max(heads // sharers, 1)
 
     def pick(leaf, dim):
+        """Returns the needed heads of a leaf whose dim `dim` is the heads."""
         return lax.dynamic_slice_in_dim(comms.copy_to(leaf), first, needed, dim)
 
     bias = () if isinstance(layer.bias, tuple) else pick(layer.bias, 0)
@@ -158,11 +170,11 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
-    """Returns the cosine and sine of the angle by which each pair of a head is turned at each
-    position, in float32, or wider where allowed.
+    """Returns the cosine and the sine, [T, K / 2] each, of the angle by which each pair of numbers
+    of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of K / 2 turns by position * theta^(-2i/K), which `config.scaling` divides where that is
-    slow.
+    Pair i of K / 2 turns by position * theta^(-2i/K). For pairs that turn slowly, `config.scaling`
+    divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -183,8 +195,8 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns each head's pairs, i and i + K / 2, turned; in float32 or wider, and in the type of
-    `x` again.
+    """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair. It computes in
+    float32 or wider, and returns the type of `x`.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
@@ -192,11 +204,13 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """Returns the outputs of a column-parallel layer, from activations that all devices have."""
+    """Returns the outputs of a column-parallel layer, [B, T, heads, K] or [B, T, F], from
+    activations that all devices have.
+    """
     y = jnp.tensordot(y, layer.weight, axes=1)
     return y if isinstance(layer.bias, tuple) else tensor.add_bias(y, layer.bias)
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
-    """Returns the heads normalised, each device's by the weight that all have."""
+    """Returns this device's heads, normalised; all devices have the same weight, [K]."""
     return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

@@ -52,17 +52,18 @@ class Norm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Causal self-attention, split over devices by heads of queries; those of keys and values as
-    far as they are enough.
+    """Causal self-attention, split over devices by heads of queries.
+
+    The heads of keys and values are split too, if there are enough of them for the devices.
 
     Attributes:
         query: a column-parallel layer [D, H, K].
-        key: likewise [D, G, K]; where there are fewer of these heads than devices, each device has
-            all of them.
-        value: likewise.
+        key: a column-parallel layer [D, G, K]; if there are fewer heads of keys than devices, each
+            device has all of them.
+        value: a layer like `key`.
         out: a row-parallel layer [H, K, D].
-        query_norm: of each head of queries, [K], or `()`.
-        key_norm: of each head of keys, or `()`.
+        query_norm: the norm of each head of queries, [K], or `()`.
+        key_norm: the norm of each head of keys, [K], or `()`.
     """
 
     query: Linear
@@ -80,7 +81,7 @@ class MLP(eqx.Module):
 
     Attributes:
         gate: a column-parallel layer [D, F].
-        up: likewise.
+        up: a column-parallel layer [D, F].
         down: a row-parallel layer [F, D].
     """
 
@@ -90,14 +91,14 @@ class MLP(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """Experts in the feed-forward's place: split over devices by experts, and by hidden units.
+    """Experts in place of the feed-forward, split over devices by experts and by hidden units.
 
-    Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); Dai et al., DeepSeekMoE (arXiv
-    2401.06066), for the shared one.
+    Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); for the shared expert, Dai et al.,
+    DeepSeekMoE (arXiv 2401.06066).
 
     Attributes:
         mixture: the router [D, E] and the experts, [E, D, F] and [E, F, D].
-        shared: one more expert, to which all tokens go, or `()`.
+        shared: one more expert, which all tokens go through, or `()`.
     """
 
     mixture: experts.Mixture
@@ -108,17 +109,17 @@ class Llama(eqx.Module):
     """The model, whole or a shard of it.
 
     Args:
-        config: its sizes.
-        key: the seed of its weights: normal with deviation 0.02, and 0.02 / sqrt(2 L) for what adds
-            to the residual stream.
-        dtype: of the weights.
+        config: the model's sizes.
+        key: the seed of the weights, which are normal with deviation 0.02, or 0.02 / sqrt(2 L) in
+            the layers that add to the residual stream.
+        dtype: the type of the weights.
 
     Attributes:
-        table: `[V, D]`: embeds tokens and, where the head is tied, is the head.
-        blocks: all of them, as one.
-        norm: of what enters the head.
-        head: `[V, D]`, or `()` where it is tied.
-        config: its sizes, whole, on a shard too.
+        table: `[V, D]`, the embedding of tokens; it is also the head if the head is tied.
+        blocks: all blocks, as one `Block` with a leading dim of layers.
+        norm: the norm before the head.
+        head: `[V, D]`, or `()` if the head is tied.
+        config: the sizes of the whole model, also on a shard.
     """
 
     table: Float[Array, "rows width"]
@@ -169,11 +170,12 @@ class Llama(eqx.Module):
 
     @property
     def unembedding(self) -> Float[Array, "rows width"]:
-        """The head's rows: its own, or those of the embedding."""
+        """The rows of the head, [V, D]: those of the embedding if the head is tied."""
         return self.table if isinstance(self.head, tuple) else self.head
 
 
 def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
+    """Returns the feed-forward layers of all L blocks, with `hidden` units, drawn by `normal`."""
     L, D = config.layers, config.width
     return MLP(
         gate=Linear(normal(L, D, hidden)),
@@ -183,6 +185,11 @@ def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
 
 
 def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
+    """Returns the E experts of all L blocks, their routers and the shared expert, if there is one.
+
+    `experts.Gated` draws its own weights, so it is only traced for its structure, and gets arrays
+    [L, E, ...] of this family's deviation.
+    """
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
     normal = initial(jax.random.fold_in(key, 1), dtype, 7)
     arrays = normal(L, E, D, F), normal(L, E, D, F), normal(L, E, F, D, scale=0.02 / (2 * L) ** 0.5)
@@ -199,21 +206,22 @@ def rules(
     size: int = 1,
     expert: AxisName | None = None,
 ) -> sharding.Rule:
-    """Returns how a Llama is split over `axis_name`: attention by heads, the feed-forward by its
-    hidden dim, the vocabulary by rows.
+    """Returns the rule that splits a Llama over `axis_name`: attention by heads, the feed-forward
+    by its hidden dim, the vocabulary by rows.
 
-    Heads of keys and values are split where `size`, that of the axis, divides them. Where they
-    divide it, each device has all of them, and `forward.block` picks the one that its queries
-    attend to.
+    `size` is the number of devices of the axis. If it divides the number of heads of keys and
+    values, these heads are split. If that number divides `size`, each device has all of these
+    heads, and `forward.block` picks those that the device's queries attend to.
 
-    With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over
-    the stages, the vocabulary over both axes.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...]: it splits the layers of
+    each chunk over the stages, and the vocabulary over both axes.
 
-    Of a model with experts, each is split over `axis_name` by its hidden dim; with `expert`, an
-    axis that splits the batch, each device of it has some of them.
+    The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
+    batch, the experts are split over that axis.
 
     Raises:
-        ValueError: where the rule is asked: neither divides the other.
+        ValueError: neither of `size` and the number of heads of keys and values divides the other.
+            The rule that is returned raises it, when it is called.
     """
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
@@ -231,14 +239,20 @@ def rules(
         specs[f"blocks.mlp.mixture.experts.{part}"] = P(*layers, expert, *dims)
 
     def keys_and_values(path: str, leaf: Any) -> P | None:
-        layer, _, name = path.rpartition(".")
-        if layer not in ("blocks.attention.key", "blocks.attention.value"):
+        """Returns the spec of a leaf of the key or value projection, or None for other leaves.
+
+        Weights are [*layers, D, G, K] and biases [*layers, G, K], where `layers` are the entries of
+        a spec for the dims of layers.
+        """
+        projection, _, name = path.rpartition(".")
+        if projection not in ("blocks.attention.key", "blocks.attention.value"):
             return None
-        before = (*layers, None) if name == "weight" else layers
-        groups = leaf.shape[len(before)]
-        return P(*before, axis_name) if split_groups(groups, size) else P(*layers)
+        dims_before_groups = (*layers, None) if name == "weight" else layers
+        groups = leaf.shape[len(dims_before_groups)]
+        return P(*dims_before_groups, axis_name) if split_groups(groups, size) else P(*layers)
 
     def listed(path: str, leaf: Any) -> P | None:
+        """Returns the spec of a leaf in the table `specs`, or None for other leaves."""
         return specs.get(path)
 
     of_experts = [path for path in specs if expert is not None and "mixture" in path]
@@ -252,14 +266,18 @@ def rules(
 
 
 def split_groups(groups: int, devices: int) -> bool:
-    """Returns whether so many devices split the heads of keys and values; else each has all of
-    them. Raises `ValueError` as `rules`.
+    """Returns whether the `groups` heads of keys and values are split over the devices; if not,
+    each device has all of them.
+
+    Raises:
+        ValueError: neither of the two numbers divides the other. The queries of one device would
+            then attend to a part of a group, and share this group with another device.
     """
     if groups % devices and devices % groups:
-        fit = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
+        fitting = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         raise ValueError(
             f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            f"one must divide the other. Use {fit} devices, or "
+            f"one must divide the other. Use {fitting} devices, or "
             f"groups={checked_numbers.divisor(devices, groups)}."
         )
     return groups % devices == 0
