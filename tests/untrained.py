@@ -110,7 +110,7 @@ def run(
         init=lambda model=None: state_of(0), shapes=shapes, train=Step(losses)
     )
     decoder = SimpleNamespace(
-        train_step=lambda *_, **__: prepared, stored=lambda *_, **__: {}, Compute=lambda **_: None
+        train_step=lambda *_, **__: prepared, stored=lambda *_, **__: None, Compute=lambda **_: None
     )
     finish = lambda session, *_: train.write_whole(
         session.plan.settings.out / "sample.txt", "done\n"
