@@ -134,8 +134,8 @@ class Layout:
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """The place of a device along each axis. Devices are numbered with the last axis fastest,
-        as in a mesh.
+        """Returns the place of a device along each axis. Devices are numbered with the last axis
+        fastest, as in a mesh.
 
         Raises:
             ValueError: there is no such device.
@@ -151,8 +151,8 @@ class Layout:
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """The devices that `device` works with along these axes, itself among them, in the order of
-        their ring.
+        """Returns the devices that `device` works with along these axes, itself among them, in the
+        order of their ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -176,11 +176,12 @@ class Layout:
     # The batch and the shards, as the recipe and the plan ask for them
 
     def global_batch(self, sequences: int) -> int:
-        """The sequences of a step in which each microbatch has `sequences` on a device."""
+        """Returns the sequences of a step in which each microbatch has `sequences` on a device."""
         return sequences * self.microbatches * self.replicas
 
     def sequences(self, batch: int) -> int:
-        """The sequences of one microbatch on a device, of a global batch that `check` admits."""
+        """Returns the sequences of one microbatch on a device, of a global batch that `check`
+        admits."""
         return batch // (self.microbatches * self.replicas)
 
     @property
@@ -212,11 +213,12 @@ class Layout:
 
     @classmethod
     def admits(cls, **fields: Any) -> bool:
-        """Whether there is a layout of these fields, the others at their defaults."""
+        """Returns whether there is a layout of these fields, the others at their defaults."""
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Refuse a model, a global batch (in sequences) or a machine that this layout does not fit.
+        """Refuses a model, a global batch (in sequences) or a machine that this layout does not
+        fit.
 
             layout.check(config.sizes | {"batch": 64, "devices": 8})
 
@@ -245,7 +247,8 @@ class Layout:
     # Text and JSON
 
     def __str__(self) -> str:
-        """The fields that differ from their defaults, as `parse` reads them: `data=2,tensor=4`."""
+        """Returns the fields that differ from their defaults, as `parse` reads them:
+        `data=2,tensor=4`."""
         return validate.as_text(
             {name: value for name, value in vars(self).items() if value != DEFAULTS[name]}
         )
@@ -254,7 +257,7 @@ class Layout:
     def parse(
         cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT
     ) -> "Layout":
-        """The layout that a command line writes as `data=2,tensor=4,sequence=True`.
+        """Returns the layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
             text: parts separated by commas.
@@ -283,7 +286,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """The layout that `to_json` wrote; fields that are absent have their defaults.
+        """Returns the layout that `to_json` wrote; fields that are absent have their defaults.
 
         Raises:
             ValueError: as `parse` does.
@@ -309,8 +312,8 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """The layout of the fields that were read; `misread` are the faults of the text that they
-        already mend."""
+        """Returns the layout of the fields that were read; `misread` are the faults of the text
+        that they already mend."""
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -319,12 +322,12 @@ class Layout:
         return cls(**written)
 
     def to_json(self) -> str:
-        """All fields, as one line of JSON."""
+        """Returns all fields, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with Python's whole numbers and truth values in the place of NumPy's."""
+    """Returns `values` with Python's whole numbers and truth values in the place of NumPy's."""
     return {
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()
@@ -332,7 +335,7 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """`text` in the type of the field `name`; unchanged where it is not of that type."""
+    """Returns `text` in the type of the field `name`; unchanged where it is not of that type."""
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -342,13 +345,13 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _value_of_bare(name: str) -> Any:
-    """The value of a field that is named without one."""
+    """Returns the value of a field that is named without one."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 
 def _known_name(name: str, misread: list[str]) -> str:
-    """The field of this `name`; else the one with the closest spelling, with a fault added to
-    `misread`."""
+    """Returns the field of this `name`; else the one with the closest spelling, with a fault added
+    to `misread`."""
     if name in DEFAULTS:
         return name
     misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")

@@ -40,7 +40,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 ) -> Mesh:
     """Returns a mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
 
-    TPUs are laid so that, if possible, each hop of a ring along an axis crosses one link of the
+    TPUs are arranged so that, if possible, each hop of a ring along an axis crosses one link of the
     torus. Devices of several slices are taken slice by slice, so that the first axes cross the
     network between slices; the last stay inside a slice or a machine.
 
@@ -181,7 +181,8 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """Returns the axes that split unequal numbers of rows by the same spec.
+    """Returns the axes that split several arrays under one spec although their numbers of rows
+    differ.
 
     `specs` is a tree prefix: one spec may hold for several leaves, whose first dims may differ.
     """

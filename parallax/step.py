@@ -65,12 +65,13 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """The model: nothing but gradients changes it."""
+    """Returns the model: nothing but gradients changes it."""
     return model
 
 
 def value_of(info: Info) -> dict[str, Any]:
-    """The loss as `value`, which optimizers that look at it take, such as `optax.polyak_sgd`."""
+    """Returns the loss as `value`, which optimizers that look at it take, such as
+    `optax.polyak_sgd`."""
     return {"value": info.loss}
 
 
@@ -84,8 +85,8 @@ def make(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """The train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`, and as
-    it is on one device.
+    """Returns the train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`,
+    and as it is on one device.
 
     A step that would make the loss, the gradient norm, or a finite number of the model or of the
     optimizer's state infinite or NaN changes nothing but the step's number, and its `Info` says so.
@@ -156,7 +157,7 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """The gradient function of a step whose state has this loss scale."""
+    """Returns the gradient function of a step whose state has this loss scale."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -165,8 +166,8 @@ def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) 
 def _lost(
     new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]
 ) -> Bool[Array, ""]:
-    """Whether a number that was finite is not any more, on any device: one scalar, over all axes in
-    use.
+    """Returns whether a number that was finite is not any more, on any device: one scalar, over all
+    axes in use.
 
     A number that never was finite, such as a mask of -inf, may stay so.
     """
@@ -184,7 +185,7 @@ def _lost(
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
-    """Refuse gradients that are each device's own, and gradients that were summed over different
+    """Refuses gradients that are each device's own, and gradients that were summed over different
     shards."""
 
     def check(path, gradient, weight):
@@ -212,7 +213,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuse a loss that is each device's own, where something of the state is the same on all of
+    """Refuses a loss that is each device's own, where something of the state is the same on all of
     them."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
     # Where every leaf of the state differs along an axis, as on islands, so may the loss.
@@ -230,7 +231,7 @@ def _check_own(loss: Array, state: State) -> None:
 
 
 def _check_joined(aux: PyTree) -> None:
-    """Refuse auxiliary values that differ between devices."""
+    """Refuses auxiliary values that differ between devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
@@ -241,7 +242,7 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """`model`, which `after_update` returned: refused where a leaf is of another form than
+    """Returns `model`, which `after_update` returned: refused where a leaf is of another form than
     before."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
@@ -293,8 +294,8 @@ def init(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
-    """A fresh `State`, made in its place under `jit`: no device ever holds the whole. Also its
-    specs.
+    """Returns a fresh `State`, made in its place under `jit`: no device ever holds the whole. Also
+    its specs.
 
     Args:
         make_model: makes the model from nothing: a function of no arguments, such as
@@ -353,7 +354,8 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """What `init` makes, before it is made; arguments and errors as there. Nothing is computed."""
+    """Returns the shapes of the state that `init` makes, before it is made; arguments and errors as
+    there. Nothing is computed."""
     statics = []
 
     def make_arrays():
@@ -395,8 +397,8 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """`make()`, or `begin(model)` of a given model, compiled to make a state where its `shapes`
-    live."""
+    """Returns `make()`, or `begin(model)` of a given model, compiled to make a state where its
+    `shapes` live."""
     # As leaves: a model whose static fields are functions made anew by each `make_model()` has
     # another structure each time.
     leaves, structure = jax.tree.flatten(shapes)
@@ -420,7 +422,7 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """The arrays of `given`, in the places of `shapes`. Each process has them all. Raises
+    """Returns the arrays of `given`, in the places of `shapes`. Each process has them all. Raises
     `ValueError` for others."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)

@@ -84,7 +84,7 @@ class Wording(NamedTuple):
 
 
 def as_text(fields: Fields) -> str:
-    """Fields as a command line has them: `data=2,remat=block`."""
+    """Returns fields as a command line has them: `data=2,remat=block`."""
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -121,8 +121,8 @@ def refusal(
     written: Fields | None = None,
     misread: str = "",
 ) -> str | None:
-    """Why a layout of `fields` cannot be, or does not fit `sizes`, and what to take instead; None
-    if it fits.
+    """Returns why a layout of `fields` cannot be, or does not fit `sizes`, and what to take
+    instead; None if it fits.
 
     Args:
         fields: a layout's fields by name.
@@ -150,23 +150,23 @@ def refusal(
 
 
 def proposal(texts: Sequence[str], note: str = "") -> str:
-    """The sentence that proposes the first of `texts`, which works as it is typed, and the others
-    in brackets."""
+    """Returns the sentence that proposes the first of `texts`, which works as it is typed, and the
+    others in brackets."""
     first, *alternatives = texts
     in_brackets = "".join(f" (or {text})" for text in alternatives)
     return f"Use {first}{note}{in_brackets}."
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Whether nothing is wrong."""
+    """Returns whether nothing is wrong."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """`change`, and what else must then change so that nothing is wrong; None where that would need
-    a size that is `fixed`."""
+    """Returns `change`, and what else must then change so that nothing is wrong; None where that
+    would need a size that is `fixed`."""
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
@@ -192,10 +192,10 @@ def repaired(
 
 
 def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
-    """All that is wrong, in the order in which a reader would mend it.
+    """Yields all that is wrong, in the order in which a reader would mend it.
 
-    To repair one fault after another, what decides the number of devices comes before what must
-    divide by it.
+    In order to repair one fault after another, it checks the sizes that decide the number of
+    devices first, and then the sizes that must divide by others.
     """
     # What follows computes with the numbers, so they must be numbers.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -212,7 +212,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Values that a field cannot have."""
+    """Yields values that a field cannot have."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -229,7 +229,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Sizes that count nothing, and a machine whose processes cannot have as many devices each."""
+    """Yields sizes that count nothing, and a machine whose processes cannot have as many devices
+    each."""
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
@@ -273,7 +274,7 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
-    """Choices for pipelines, without one or with others that exclude them."""
+    """Yields choices for pipelines, without one or with others that exclude them."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -312,7 +313,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Sizes that do not divide by the devices among which they are split."""
+    """Yields sizes that do not divide by the devices among which they are split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     # One size of the tensor axis must divide both, so both are mended at once.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
@@ -349,7 +350,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Sequences and tokens that do not divide by the devices among which they are split."""
+    """Yields sequences and tokens that do not divide by the devices among which they are split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
@@ -362,8 +363,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """The number by which a sequence's tokens must divide, and the sentence for tokens that do
-    not."""
+    """Returns the number by which a sequence's tokens must divide, and the sentence for tokens that
+    do not."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -392,7 +393,7 @@ def _batch_divisor(fields: Fields) -> int:
 
 
 def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Processes that cannot have as many devices each."""
+    """Yields processes that cannot have as many devices each."""
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return
@@ -409,7 +410,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Axes that do not multiply to the devices, and another number of processes than the run
+    """Yields axes that do not multiply to the devices, and another number of processes than the run
     has."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
@@ -426,7 +427,8 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
-    """Sizes of the axes that multiply to the machine's devices: `data` takes what the others leave.
+    """Returns sizes of the axes that multiply to the machine's devices: `data` takes what the
+    others leave.
 
     Where the others do not divide the devices, each becomes the closest divisor that the model can
     be split by.
@@ -455,7 +457,7 @@ def _devices(fields: Fields) -> int:
 
 
 def closest_divisor(number: int, size: int) -> int:
-    """The divisor of `number` that is closest to `size`, the smaller of two."""
+    """Returns the divisor of `number` that is closest to `size`, the smaller of two."""
     # No divisor is larger than the number.
     size = min(number, size)
     for distance in range(size):
@@ -466,32 +468,32 @@ def closest_divisor(number: int, size: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """The whole numbers that divide `number`, in order."""
+    """Returns the whole numbers that divide `number`, in order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def most_like(word: str, choices: list[str]) -> str:
-    """The choice with the spelling closest to `word`."""
+    """Returns the choice with the spelling closest to `word`."""
     return difflib.get_close_matches(word, choices, n=1, cutoff=0)[0]
 
 
 def escaped(text: str) -> str:
-    """`text` as it stands in `Fault.needed`, where braces are for names."""
+    """Returns `text` as it stands in `Fault.needed`, where braces are for names."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
-    """The multiples of `divisor` next to `size`: the one above, and the one below unless it is
-    0."""
+    """Returns the multiples of `divisor` next to `size`: the one above, and the one below unless it
+    is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor
     return ({name: above}, {name: below}) if below else ({name: above},)
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """The value that one of another type may have been meant for; the default where that is not
-    plain."""
+    """Returns the value that one of another type may have been meant for; the default where that is
+    not plain."""
     # Text of other values, such as of an array, says nothing of what was meant.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):
@@ -503,7 +505,7 @@ def _meant(value: Any, default: Any) -> Any:
 
 
 def _closest_choice(value: Any, choices: tuple) -> Any:
-    """The closest number, or the word with the closest spelling."""
+    """Returns the closest number, or the word with the closest spelling."""
     if isinstance(value, int) and isinstance(choices[0], int):
         return min(choices, key=lambda choice: abs(choice - value))
     by_text = {str(choice): choice for choice in choices}
@@ -511,7 +513,7 @@ def _closest_choice(value: Any, choices: tuple) -> Any:
 
 
 def _with_experts(sizes: Fields) -> Fields:
-    """The sizes; a model that does not name experts has none to split."""
+    """Returns the sizes; a model that does not name experts has none to split."""
     return {"experts": 1, **sizes} if "layers" in sizes else sizes
 
 
@@ -520,7 +522,7 @@ def _without_fields(sizes: Fields) -> dict[str, Any]:
 
 
 def _differs(value: Any, before: Any) -> bool:
-    """Whether two values differ in value or in type: True is not 1."""
+    """Returns whether two values differ in value or in type: True is not 1."""
     return type(value) is not type(before) or value != before
 
 

@@ -55,7 +55,7 @@ def reduce_scattered(
     *,
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
-    """The mean of `grad` over the devices of `axis`, of which each keeps its share:
+    """Returns the mean of `grad` over the devices of `axis`, of which each keeps its share:
     `A[I] {U_X} -> A[I_X]`.
 
     (n - 1)/n of the parameters' bytes move, half of what `grads.averaged` moves. Leaves that stay
@@ -109,8 +109,8 @@ def reduce_scattered(
 
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
-    """The sums of `gradients` over `axis`, of which each device keeps its share; leaves that stay
-    whole are left local.
+    """Returns the sums of `gradients` over `axis`, of which each device keeps its share; leaves
+    that stay whole are left local.
 
     It is the half of `reduce_scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with
     `reduce_scattered` round it. `axis` is that of the shares alone: an axis along which a parameter
@@ -129,8 +129,8 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any that
-    acts element by element.
+    """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any
+    that acts element by element.
 
     Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
     share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes. Local
@@ -192,7 +192,8 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """This device's share of the mean of gradients that are local along the axes `local`."""
+    """Returns this device's share of the mean of gradients that are local along the axes
+    `local`."""
     # The gradient is a sum of terms along the axes in `local` alone; along the others it is the
     # same, and a share is cut from it.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
@@ -213,7 +214,7 @@ def gathered(
     axis: AxisLike,
     specs: Specs,
 ) -> Callable[..., Any]:
-    """`function(params, ...)` of parameters that live as shares: gathered before it, their
+    """Returns `function(params, ...)` of parameters that live as shares: gathered before it, their
     gradients scattered after it. ZeRO-3.
 
     `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
@@ -246,8 +247,8 @@ def gathered_once(
     axis: AxisLike,
     specs: Specs,
 ) -> Grad:
-    """`grad` of parameters that live as shares: gathered once before it, their gradients summed and
-    scattered after it.
+    """Returns `grad` of parameters that live as shares: gathered once before it, their gradients
+    summed and scattered after it.
 
     For what is needed in all microbatches and too small to be gathered in each, such as embeddings
     beside `gathered` blocks. Leaves whose spec is None or does not name `axis` pass as they are.
@@ -296,8 +297,8 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """The specs for `gathered_once` and `gathered` from those of the whole model, whose blocks are
-    stacked.
+    """Returns the specs for `gathered_once` and `gathered` from those of the whole model, whose
+    blocks are stacked.
 
     Args:
         specs: of the model, as `rules.specs` gives them.
@@ -335,7 +336,7 @@ def part_specs(
 
 
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
-    """The whole leaves of these shares; the transpose is a reduce-scatter."""
+    """Returns the whole leaves of these shares; the transpose is a reduce-scatter."""
     # `splits_of` would find no split over an axis that is not there, and leave all shares as
     # wholes.
     axis.size()  # refuses an axis that is not there
@@ -430,8 +431,8 @@ class ZeRO:
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` of the parameters as they live: in stage 3 gathered before it, otherwise as they
-        are."""
+        """Returns `loss` of the parameters as they live: in stage 3 gathered before it, otherwise
+        as they are."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -439,8 +440,8 @@ class ZeRO:
         )
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
-        """The mean of `grad` over microbatches and over the devices of the axis, of which each
-        keeps its share.
+        """Returns the mean of `grad` over microbatches and over the devices of the axis, of which
+        each keeps its share.
 
         In stage 2 each microbatch's gradients are scattered before they are added up, in stage 1
         their sum is.
@@ -460,11 +461,13 @@ class ZeRO:
     def optimizer(
         self, optimizer: optax.GradientTransformation | optax.MultiSteps
     ) -> optax.GradientTransformation | optax.MultiSteps:
-        """`optimizer` on the shares; in stage 3 they are all that it sees, so it stays as it is."""
+        """Returns `optimizer` on the shares; in stage 3 they are all that it sees, so it stays as
+        it is."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`function(params, ...)`, which refuses parameters that do not live as `rule` says."""
+        """Returns `function(params, ...)`, which refuses parameters that do not live as `rule`
+        says."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
             trees.dotted(path): leaf.shape

@@ -210,7 +210,7 @@ def _axes_text(names: tuple[str, ...]) -> str:
 def _chain(
     program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
 ) -> Counter:
-    """For each key, the length of the longest chain of its collectives in a computation, in which
+    """Returns the length of the longest chain of each key's collectives in a computation, in which
     each waits for the one before.
 
     Args:

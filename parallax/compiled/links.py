@@ -113,7 +113,7 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
     """Returns the links that a hop of a ring along each of a mesh's axes takes, in the mean: 1
     where all hops go to neighbours.
 
-    It is less where devices share a chip, and of a switch it is 2: a port out and a port in.
+    The number is lower where devices share a chip. For a switch it is 2: a port out and a port in.
     """
     numbers, found = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
     for dim, (name, size) in enumerate(axes.items()):

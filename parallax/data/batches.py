@@ -166,7 +166,7 @@ def held_out_batches(
 
 
 def _array(tokens: Source) -> Source:
-    """Returns a list or tuple of tokens as an array, and other sources unchanged."""
+    """Converts a list or tuple of tokens to an array; returns any other source unchanged."""
     return np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
 
 

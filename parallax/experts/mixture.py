@@ -124,7 +124,7 @@ def moe(
 def _local_experts(params: Mixture, axis: Axis) -> int:
     """Returns the number of experts on this device.
 
-    Raises `ValueError` if the experts of all devices are not as many as the router has.
+    Raises `ValueError` if the number of experts on all devices differs from the router's.
     """
     count, n = params.router.shape[-1], axis.size()
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(params.experts, eqx.is_array)):

@@ -30,27 +30,27 @@ ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """The names of an axis, always as a tuple."""
+    """Returns the names of an axis, always as a tuple."""
     return types.axes(axis.names)
 
 
 def axes_of_several_devices(names: Iterable[str]) -> list[str]:
-    """Those of the axes that have more than one device, sorted."""
+    """Returns the axes, of those given, that have more than one device, sorted."""
     return sorted(name for name in names if types.axis_size(name) > 1)
 
 
 def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """The axes of `axis` along which `x` is the same."""
+    """Returns the axes of `axis` along which `x` is the same."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """The axes of `axis` along which all devices have the parameter `x`, even if it is declared
-    varying."""
+    """Returns the axes of `axis` along which all devices have the parameter `x`, even if it is
+    declared varying."""
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 
 
 def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Whether `x` may differ between devices along every one of the axes."""
+    """Returns whether `x` may differ between devices along every one of the axes."""
     return not replicated_axes(x, Axis.of(axis))

@@ -44,14 +44,15 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def mean_over_microbatches(aux: Tree) -> Tree:
-    """The mean of each array over its first dim, the microbatches; floating-point for integers."""
+    """Returns the mean of each array over its first dim, the microbatches; floating-point for
+    integers."""
     return jax.tree.map_with_path(lambda path, leaf: jnp.mean(floating(path, leaf), axis=0), aux)
 
 
 def accumulated(
     grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_over_microbatches
 ) -> Grad:
-    """`grad` of the whole batch, computed one microbatch after another.
+    """Returns `grad` of the whole batch, computed one microbatch after another.
 
     It needs memory for one microbatch at a time. It equals `grad` where the loss is a mean over the
     batch. Every leaf of the batch has the batch as its first dim, and the microbatches are cut from
@@ -108,8 +109,8 @@ def accumulated(
 
 
 def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
-    """`batch` with each leaf's first dim, the sequences, as `[microbatches, sequences in one]`, in
-    order.
+    """Returns `batch` with each leaf's first dim, the sequences, as
+    `[microbatches, sequences in one]`, in order.
 
     Raises:
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`.
@@ -140,7 +141,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 
 
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raise `ValueError` where leaves, by name, have unequal numbers of rows."""
+    """Raises `ValueError` where leaves, by name, have unequal numbers of rows."""
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
@@ -153,8 +154,8 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """The mean of each array over those of the axes along which it differs, summed in float32 or
-    wider."""
+    """Returns the mean of each array over those of the axes along which it differs, summed in
+    float32 or wider."""
 
     def mean(path, leaf):
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
@@ -175,8 +176,8 @@ def averaged(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """The mean of `grad` over the devices of `axis`, which split the batch: data parallelism,
-    `A {U_X} -> A`.
+    """Returns the mean of `grad` over the devices of `axis`, which split the batch: data
+    parallelism, `A {U_X} -> A`.
 
     The parameters are declared varying before `grad` differentiates, so that its gradients stay
     local. They are then reduced once. A parameter that is split over some of the axes (ZeRO-3,
@@ -228,7 +229,7 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """`grad`, its gradients summed over `axis` where all devices have the parameter:
+    """Returns `grad`, its gradients summed over `axis` where all devices have the parameter:
     `A {U_X} -> A`.
 
     It is for devices that each compute a part of one loss, as in sequence parallelism, where a norm
@@ -359,7 +360,7 @@ def local_gradients(
 
 
 def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
-    """Raise `ValueError` where one spec splits leaves of a batch with unequal numbers of rows.
+    """Raises `ValueError` where one spec splits leaves of a batch with unequal numbers of rows.
 
     A spec of its own for each leaf says that the split is meant. Random keys, one for each device,
     are no rows.
@@ -380,7 +381,7 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """For each of the axes along which some parameters differ, their paths."""
+    """Returns the paths of the parameters that differ along each of the axes."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     shares = {}
     for name in names:
@@ -391,7 +392,7 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Those of the axes along which gradients differ, and the loss does not.
+    """Returns the axes, of those given, along which gradients differ, and the loss does not.
 
     Where neither differs, both were reduced, which is right.
     """
@@ -405,7 +406,7 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """The program of a gradient function some of whose parameters are `shares`."""
+    """Returns the program of a gradient function some of whose parameters are `shares`."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -434,13 +435,13 @@ class _Program:
         self.structure = jax.tree.structure(shapes)
 
     def run(self) -> PyTree:
-        """The loss and the gradients."""
+        """Returns the loss and the gradients."""
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(self.arrays))
         # A result that is a constant of the program is an array of NumPy.
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuse a loss that is reduced over the axis `name` already, or that uses a share as a
+        """Refuses a loss that is reduced over the axis `name` already, or that uses a share as a
         whole.
 
         A loss that depends on nothing that differs along the axis, such as a constant, was not
@@ -474,7 +475,7 @@ class _Program:
 
 
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
-    """Each leaf of `tree` summed over its own axes, in float32 or wider.
+    """Returns each leaf of `tree` summed over its own axes, in float32 or wider.
 
     `names` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
     """
@@ -494,7 +495,7 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """`function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
+    """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
     `A {U_X} -> A`.
 
     Around a block that a loop runs, the gradients of each layer are all-reduced in the loop of the

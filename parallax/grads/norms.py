@@ -20,8 +20,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
-    """`grad` with its gradients scaled down, where needed, to a global norm of `max_norm`, over all
-    shards.
+    """Returns `grad` with its gradients scaled down, where needed, to a global norm of `max_norm`,
+    over all shards.
 
     It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
     `precision.unscaled`. It takes gradients that vary along an axis to be shards of larger ones.
@@ -38,7 +38,7 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
 
 def check_max_norm(where: str, max_norm: Any) -> None:
-    """Raise `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
+    """Raises `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
@@ -56,13 +56,13 @@ class Clipped:
     axes: tuple[AxisLike, ...]
 
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """The loss, and the clipped gradients."""
+        """Returns the loss, and the clipped gradients."""
         value, gradients = loss_and_gradients(self.grad, params, batch)
         return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Refuse `wrapper` around `clipped`, which would clip `clipped_gradients`. Raises
+    """Refuses `wrapper` around `clipped`, since that order would clip `clipped_gradients`. Raises
     `ValueError`."""
     if isinstance(grad, Clipped):
         raise ValueError(
@@ -73,7 +73,8 @@ def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
 
 
 def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
-    """The Euclidean norm of a whole tree whose leaves may be shards, the same on all devices.
+    """Returns the Euclidean norm of a whole tree whose leaves may be shards, the same on all
+    devices.
 
     A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced
     over exactly those: one scalar for each set of axes in use. Squares are summed in float32 or
@@ -113,7 +114,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
 
 def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
-    """`gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
+    """Returns `gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
     # Gradients of zero have a norm of zero, and stay as they are.
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

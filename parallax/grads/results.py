@@ -16,7 +16,8 @@ Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 
 
 def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """What a gradient function returns. Raises `ValueError` where it returns something else."""
+    """Returns the results of a gradient function. Raises `ValueError` where it returns something
+    else."""
     results = grad(params, batch)
     if not isinstance(results, tuple) or len(results) != 2:
         returned = "one array" if trees.is_array(results) else type(results).__name__
@@ -29,22 +30,22 @@ def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTre
 
 
 def loss_part(value: PyTree) -> Any:
-    """The loss in the first result of a gradient function, which may have auxiliary values beside
-    it."""
+    """Returns the loss in the first result of a gradient function, which may have auxiliary values
+    beside it."""
     return value[0] if isinstance(value, tuple) else value
 
 
 def map_loss_and_aux(
     value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
 ) -> PyTree:
-    """The first result of a gradient function, a loss or `(loss, aux)`, with a function applied to
-    each."""
+    """Returns the first result of a gradient function, a loss or `(loss, aux)`, with a function
+    applied to each."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 
 def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
-    """The parameters of these gradients, in their structure; parameters without a gradient are left
-    out.
+    """Returns the parameters of these gradients, in their structure; parameters without a gradient
+    are left out.
 
     Raises:
         ValueError: a gradient is at a path where `params` has no array.
@@ -71,7 +72,7 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
 
 
 def floating(path: Sequence[Any], leaf: Array) -> Array:
-    """An auxiliary value as floating-point numbers."""
+    """Returns an auxiliary value as floating-point numbers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
             f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "

@@ -29,8 +29,9 @@ def rules(
 ) -> list[Finding]:
     """Returns all mistakes in placing `tree` on `mesh` by `rule`.
 
-    The leaves are arrays or `jax.ShapeDtypeStruct`s. First come all errors of
-    `parallax.rules.specs`, which raises only the first one. Then come mistakes that it accepts:
+    The leaves are arrays or `jax.ShapeDtypeStruct`s. The list starts with every error that
+    `parallax.rules.specs` can find; that function raises only the first. Then come mistakes that it
+    accepts:
 
     * `large-leaf-whole`: a leaf of `large` bytes or more of which every device has a copy, and
       that an axis could split.

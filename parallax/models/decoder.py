@@ -64,11 +64,11 @@ class Train(Protocol):
         limit: Float[ArrayLike, ""] | None = None,
         /,
     ) -> tuple[State, Info]:
-        """The state after the step, and the step's loss and gradient norm."""
+        """Returns the state after the step, and the step's loss and gradient norm."""
         ...
 
     def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None, /) -> Any:
-        """The program for these arrays, or shapes with shardings, to `compile()`: a
+        """Returns the program for these arrays, or shapes with shardings, to `compile()`: a
         `jax.stages.Lowered`.
         """
         ...
@@ -117,8 +117,8 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """A decoder over data x stage x context x tensor: the step `(state, windows) -> (state, info)`,
-    and how its state is made.
+    """Returns a decoder over data x stage x context x tensor: the step
+    `(state, windows) -> (state, info)`, and how its state is made.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not.
     The weights and the dropout masks come from `key` and from logical positions, so every layout
@@ -185,7 +185,8 @@ def _planned_state(
     key: Key[Array, ""],
     compute: Compute,
 ) -> tuple[Planned, Specs]:
-    """The state of a step, and the specs of the shards that gradients and optimizer work on.
+    """Returns the state of a step, and the specs of the shards that gradients and optimizer work
+    on.
 
     They work on shards where the state is split, whether or not the parameters are.
     """
@@ -223,7 +224,7 @@ def compiled(
     info_spec: P = P(),  # noqa: B008
     options: int = 1,
 ) -> Train:
-    """The compiled step of a local one: it donates the state.
+    """Returns the compiled step of a local one: it donates the state.
 
     Args:
         local: `(state, batch, *options) -> (state, info)`, of a `Batch`.
@@ -257,12 +258,12 @@ class _TrainArrays(NamedTuple):
     static: Any
 
     def __call__(self, state: Any, windows: Any, *options: Any) -> tuple[Any, Info]:
-        """The state after the step, and the step's loss and gradient norm."""
+        """Returns the state after the step, and the step's loss and gradient norm."""
         new, info = self.train(eqx.filter(state, meshes.is_array), windows, *options)
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """The program, of the state's arrays alone."""
+        """Returns the program, of the state's arrays alone."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -274,8 +275,8 @@ def loss_step(
     *,
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
-    """The compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to evaluate
-    with.
+    """Returns the compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to
+    evaluate with.
 
     Without dropout, and without the auxiliary losses of its blocks.
 
@@ -315,8 +316,8 @@ def loss_step(
 
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
-    """The model of a state under `layout` as one device has it: blocks as [L, ...]. Other trees
-    stay as they are.
+    """Returns the model of a state under `layout` as one device has it: blocks as [L, ...]. Other
+    trees stay as they are.
 
     `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
     """
@@ -340,7 +341,7 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
-    """One random key for each sequence of the global batch at `step`: the same wherever the
+    """Returns one random key for each sequence of the global batch at `step`: the same wherever the
     sequence is computed.
     """
     fold = functools.partial(jax.random.fold_in, jax.random.fold_in(key, step))
@@ -348,7 +349,7 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 
 
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """From blocks [L, ...] to those that the state of a layout holds.
+    """Returns a function from blocks [L, ...] to those that the state of a layout holds.
 
     The schedules of a layout itself have looped placements, which change no order.
     """
@@ -364,7 +365,7 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """The inverse of `_into_stages`."""
+    """Returns the inverse of `_into_stages`."""
 
     def join(blocks):
         if not layout.pipelined:
@@ -381,7 +382,7 @@ def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """From a tree to the same with the blocks of each model in it changed."""
+    """Returns a function from a tree to the same with the blocks of each model in it changed."""
 
     def is_model(leaf):
         return isinstance(leaf, family.model)
@@ -395,7 +396,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
-    """Refuse a mesh that is not the layout's, and choices of `compute` that the layout gives
+    """Refuses a mesh that is not the layout's, and choices of `compute` that the layout gives
     nothing to act on.
     """
     for name, size in layout.axes.items():

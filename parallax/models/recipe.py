@@ -136,7 +136,7 @@ class Setup:
         return axes_with_algorithms(self.layout, self.compute)
 
     def along(self, names: Sequence[str]) -> Axis:
-        """Those of these axes that the layout has, as one axis."""
+        """Returns the axes among these that the layout has, as one axis."""
         return along(self.axes, names)
 
     @property
@@ -152,8 +152,8 @@ class Setup:
 
 
 def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None = None) -> Grad:
-    """The gradient function `(model, batch) -> (loss, gradients)` on local blocks: the whole
-    composition.
+    """Returns the gradient function `(model, batch) -> (loss, gradients)` on local blocks: the
+    whole composition.
 
     Args:
         functions: the model's three, as `functions_of` makes them.
@@ -209,8 +209,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """The family's functions `(embed, stage, head)` under a layout: blocks that gather their
-    weights and are computed again, and communicate."""
+    """Returns the family's functions `(embed, stage, head)` under a layout: blocks that gather
+    their weights and are computed again, and communicate."""
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
     keep = remat_of(layout, compute, setup.platform)
@@ -252,7 +252,7 @@ def functions_of(setup: Setup) -> Functions:
 
 
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
-    """The loss `(model, batch) -> loss` on local blocks, to evaluate with.
+    """Returns the loss `(model, batch) -> loss` on local blocks, to evaluate with.
 
     Terms of the loss and auxiliary values of the blocks are left out.
     """
@@ -280,7 +280,7 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
-    """The sharding rule of the parameters, and that of the optimizer's state."""
+    """Returns the sharding rule of the parameters, and that of the optimizer's state."""
     expert_axis = {"expert": "expert"} if layout.expert > 1 else {}
     rule = family.rules(
         "tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis
@@ -296,12 +296,12 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
 
 
 def first_scale(layout: Layout) -> precision.Scale | None:
-    """The first scale of the loss, which float16 needs."""
+    """Returns the first scale of the loss, which float16 needs."""
     return precision.Scale() if layout.precision == "float16" else None
 
 
 def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
-    """Each axis of the layout with its algorithm.
+    """Returns each axis of the layout with its algorithm.
 
     Raises:
         ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to
@@ -319,21 +319,21 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
 
 
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
-    """Those of these axes that the layout has, as one axis."""
+    """Returns the axes among these that the layout has, as one axis."""
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
 
 
 def platform_of(mesh: AnyMesh) -> str:
-    """The kind of a mesh's devices: "cpu", "gpu" or "tpu". A mesh for tracing alone counts as one
-    of CPUs, unless it names its devices (`jax.sharding.AbstractDevice`)."""
+    """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu". A mesh for tracing alone counts
+    as one of CPUs, unless it names its devices (`jax.sharding.AbstractDevice`)."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
 
 
 def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
-    """The pipeline's schedule."""
+    """Returns the pipeline's schedule."""
     if compute.schedule is not None:
         return compute.schedule
     chunks = (layout.chunks,) if layout.chunks > 1 else ()  # not every schedule has chunks
@@ -341,12 +341,13 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """How activations and cotangents go from stage to stage."""
+    """Returns how activations and cotangents go from stage to stage."""
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
-    """What wraps a block, so that parts of it are computed again in its backward pass."""
+    """Returns the function that wraps a block, so that parts of it are computed again in its
+    backward pass."""
     if compute.remat is not None:
         return compute.remat
     if layout.remat in ("gathers", "products", "block"):
@@ -358,13 +359,14 @@ def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., A
 
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
-    """The attention function: the one of `compute`, else the family's, on TPUs its kernel."""
+    """Returns the attention function: the one of `compute`, else the family's, on TPUs its
+    kernel."""
     kernel = family.tpu_attention if platform == "tpu" else None
     return compute.attention or kernel or family.attention
 
 
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
-    """How the blocks communicate. A layout imports only the modules of its axes."""
+    """Returns how the blocks communicate. A layout imports only the modules of its axes."""
     layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms or tensor.comms
     if layout.sequence and compute.comms is None:
@@ -394,13 +396,14 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
 
 
 def loops_of(layout: Layout) -> int:
-    """The first dims of the blocks' arrays that are looped over: layers, or chunks and layers."""
+    """Returns the first dims of the blocks' arrays that are looped over: layers, or chunks and
+    layers."""
     return 2 if layout.pipelined else 1
 
 
 def weighted(batch: Batch, setup: Setup) -> Batch:
-    """The batch with its documents apart, and with weights whose mean over all devices' tokens is
-    1, where it has any."""
+    """Returns the batch with its documents apart, and with weights whose mean over all devices'
+    tokens is 1, where it has any."""
     if setup.compute.documents is not None:
         from parallax.models import documents
 
@@ -412,8 +415,8 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
-    """The gradient function of a loss, to a scalar or to `(scalar, aux)`; a leaf that is not
-    trained has a gradient of None.
+    """Returns the gradient function of a loss, to a scalar or to `(scalar, aux)`; a leaf that is
+    not trained has a gradient of None.
     """
 
     def grad(params, batch):
@@ -438,7 +441,7 @@ def _unchanged(gradients: PyTree) -> PyTree:
 
 
 def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
-    """`grad` with its gradients changed."""
+    """Returns `grad` with its gradients changed."""
 
     def wrapped(params, batch):
         value, gradients = grad(params, batch)
@@ -448,8 +451,8 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """`stage` with its terms of the loss typed as each device's own along `axis`, as the head's
-    loss is.
+    """Returns `stage` with its terms of the loss typed as each device's own along `axis`, as the
+    head's loss is.
 
     A term that is the same along the axis, such as a mean over all tokens, would else count as one
     for all devices.
@@ -464,7 +467,8 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """`stage` with its terms of the loss times `scale`, as `precision.scaled` makes of the head."""
+    """Returns `stage` with its terms of the loss times `scale`, as `precision.scaled` makes of the
+    head."""
 
     def wrapped(*arguments):
         result = output(stage(*arguments))
@@ -477,8 +481,8 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 def _with_aux_by_layer(grad: Grad) -> Grad:
-    """`grad` with the stages' auxiliary values [chunks, layers of one, ...] as those of all layers
-    in order, [L, ...].
+    """Returns `grad` with the stages' auxiliary values [chunks, layers of one, ...] as those of all
+    layers in order, [L, ...].
     """
 
     def by_layer(aux):

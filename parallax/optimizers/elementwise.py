@@ -37,8 +37,8 @@ class UnfitOptimizer(ValueError):
 def with_extra(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, whose `update` takes extra arguments, and drops them where it has no use for
-    them."""
+    """Returns `optimizer`, whose `update` takes extra arguments, and drops them where it has no use
+    for them."""
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)
@@ -48,7 +48,8 @@ def with_extra(
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """`update`, which refuses leaves whose shards it would not update as parts of whole leaves.
+    """Returns `update`, which refuses leaves whose shards it would not update as parts of whole
+    leaves.
 
     Args:
         update: that of an optimizer.
@@ -142,7 +143,7 @@ class _Update:
     def leaf(
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
-        """A leaf with what the specs say of it."""
+        """Returns a leaf with what the specs say of it."""
         axes, ndim = self.axes(weight), np.ndim(weight)
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
@@ -157,7 +158,7 @@ class _Update:
         return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
 
     def check(self) -> None:
-        """Refuse an update that is not right on these shards."""
+        """Refuses an update that is not right on these shards."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # A leaf that is whole mixes nothing by being summed.
@@ -187,8 +188,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """The arguments, with an unknown size, from a shard's to the whole leaf's, for each dim
-        where these differ."""
+        """Returns the arguments, with an unknown size, from a shard's to the whole leaf's, for each
+        dim where these differ."""
         pairs = {
             pair
             for leaf in self.leaves
@@ -223,12 +224,13 @@ class _Update:
         )
 
     def is_moment(self, x: Any, owner: int | None) -> bool:
-        """Whether an array of the optimizer's state has the shape of its leaf's gradient."""
+        """Returns whether an array of the optimizer's state has the shape of its leaf's
+        gradient."""
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """What is known of an array of the optimizer's state, which belongs to the leaf `owner`, if
-        to any."""
+        """Returns the facts about an array of the optimizer's state, which belongs to the leaf
+        `owner`, if to any."""
         # A count, or a factor, is the same number for all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
@@ -241,7 +243,7 @@ class _Update:
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuse if one of the results, the updates and then the state, is not that of its leaf's
+        """Refuses if one of the results, the updates and then the state, is not that of its leaf's
         shard."""
         count = len(self.leaves)
         # A new state may have more arrays than the old one; they belong to no leaf.
@@ -266,8 +268,8 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Whether two leaves are split along the same dim: over one axis, with equal shapes, in the
-        one way there is."""
+        """Returns whether two leaves are split along the same dim: over one axis, with equal
+        shapes, in the one way there is."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # Two leaves of equal shapes may be split along different dims where specs do not tell
@@ -276,7 +278,7 @@ class _Update:
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
-        """Refuse the optimizer, with the leaf `owner`, or the first that is split."""
+        """Refuses the optimizer, with the leaf `owner`, or the first that is split."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -289,7 +291,7 @@ class _Update:
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Refuse leaves or shapes that do not fit each other, with which the update failed. Other
+        """Refuses leaves or shapes that do not fit each other, with which the update failed. Other
         errors pass."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
@@ -329,7 +331,8 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """The refusal of gradients of other leaves than those that the optimizer has state for."""
+        """Returns the refusal of gradients of other leaves than those that the optimizer has state
+        for."""
         with_gradient = {leaf.path for leaf in self.leaves}
         path = min(with_state ^ with_gradient, key=trees.dotted)
         has, lacks = "optimizer state", "no gradient"
@@ -357,8 +360,8 @@ def _shapes(tree: PyTree) -> list[Any]:
 
 
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
-    """For each array of an optimizer's state the number of the leaf that it belongs to, if to
-    any."""
+    """Returns for each array of an optimizer's state the number of the leaf that it belongs to, if
+    to any."""
     return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
@@ -372,8 +375,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Whether JAX or optax raised this about shapes, or about a state with other leaves, and none
-    of our functions."""
+    """Returns whether JAX or optax raised this about shapes, or about a state with other leaves,
+    and none of our functions."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

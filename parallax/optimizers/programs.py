@@ -29,7 +29,8 @@ RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """The `update` of an optimizer, whose results count as right on shards, whatever computes them.
+    """Returns the `update` of an optimizer, whose results count as right on shards, whatever
+    computes them.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
@@ -55,7 +56,7 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
 
 def _marked(x: Any) -> Any:
-    """`x`, marked as right on shards."""
+    """Returns `x`, marked as right on shards."""
     if not isinstance(x, jax.Array):
         return x
     # A primitive with a name survives in the program, where a Python object would not.
@@ -63,12 +64,12 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """An array of the type of `like`, marked as right on shards if `x` is."""
+    """Returns an array of the type of `like`, marked as right on shards if `x` is."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
 def has_unknown_sizes(tree: PyTree) -> bool:
-    """Whether an array of the tree has a dim of unknown size."""
+    """Returns whether an array of the tree has a dim of unknown size."""
     return any(
         export.is_symbolic_dim(size) for leaf in jax.tree.leaves(tree) for size in np.shape(leaf)
     )
@@ -87,22 +88,22 @@ class Value(NamedTuple):
     mixes: str = ""
 
     def __or__(self, second: tuple[Any, ...]) -> "Value":
-        """What depends on both."""
+        """Returns the value of an array that depends on both."""
         return Value(self.leaves | second[0], self.mixes or second[1])
 
 
 def of_leaf(number: int) -> Value:
-    """Element for element that of a leaf."""
+    """Returns a value that is, element for element, that of a leaf."""
     return Value(frozenset([number]))
 
 
 def same_everywhere(aval: Any) -> Value:
-    """An array of this type that is the same on all devices."""
+    """Returns an array of this type that is the same on all devices."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
 def split_over(aval: Any) -> frozenset[str]:
-    """The axes of more than one device along which an array of this type differs."""
+    """Returns the axes of more than one device along which an array of this type differs."""
     return frozenset(axes_of_several_devices(axes_of_type(aval)))
 
 
@@ -150,8 +151,8 @@ class _Elements(jaxprs.Following):
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
     def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
-        """Why an equation that is not elementwise is not right on shards; empty where all that it
-        takes is whole."""
+        """Returns why an equation that is not elementwise is not right on shards; empty where all
+        that it takes is whole."""
         if operands.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
         # All operands are the same on every device. Three things can still make the result depend
@@ -169,7 +170,8 @@ class _Elements(jaxprs.Following):
 
 
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
-    """The value of a result of the type `aval` that an equation computes element by element."""
+    """Returns the value of a result of the type `aval` that an equation computes element by
+    element."""
     # What `zero.sharded` returns is whole on every device, as the parameters are.
     both_whole = RIGHT in value.leaves and not split_over(aval)
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
@@ -179,19 +181,19 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
 
 
 def _operation(eqn: JaxprEqn) -> str:
-    """An equation, for messages: `sort at rules.py:12`."""
+    """Returns an equation, for messages: `sort at rules.py:12`."""
     return f"{eqn.primitive.name} at {jaxprs.origin(eqn) or 'an unknown line'}"
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
-    """Whether an equation that rearranges an array leaves each element in its place."""
+    """Returns whether an equation that rearranges an array leaves each element in its place."""
     before, after = jaxprs.types(eqn.invars)[0], jaxprs.types(eqn.outvars)[0]
     return before.shape == after.shape and eqn.params.get("dimensions") is None
 
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
-    """Whether an unknown size is part of `x`: of a shape, or of what a function takes from where it
-    was made."""
+    """Returns whether an unknown size is part of `x`: of a shape, or of what a function takes from
+    where it was made."""
     match x:
         # A function may close over itself.
         case _ if id(x) in seen:
@@ -215,5 +217,5 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
 
 
 def follow(program: Any, values: Sequence[Value]) -> list[Value]:
-    """The values of a program's results, from those of its arguments."""
+    """Returns the values of a program's results, from those of its arguments."""
     return _Elements().run(program, values)

@@ -52,8 +52,8 @@ Leads = Callable[[str, int], int]
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` on whole leaves: gathered over `axis`, updated by every device, of which each
-    keeps its own share.
+    """Returns `optimizer` on whole leaves: gathered over `axis`, updated by every device, of which
+    each keeps its own share.
 
     Right for any optimizer, with any state, which is whole on each device. Gradients and parameters
     may both be shares (tensor parallelism, ZeRO-3), or gradients alone (from
@@ -82,8 +82,8 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with its
-    state.
+    """Returns `optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with
+    its state.
 
     Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i takes layers i L/n to
     (i + 1) L/n - 1 whole, by one all-to-all, and gives back their updates by another. The optimizer
@@ -126,7 +126,7 @@ def by_matrix(
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, declared right on shards: `step.make` does not check its update.
+    """Returns `optimizer`, declared right on shards: `step.make` does not check its update.
 
     It is for an optimizer that joins the shards itself, with collectives of its own.
     """
@@ -179,7 +179,7 @@ class _Owners(NamedTuple):
     apart: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
-        """How the leaf at `path` comes to its owner."""
+        """Returns how the leaf at `path` comes to its owner."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
@@ -190,7 +190,7 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """The leaves that the optimizer sees together: those with the same layers."""
+        """Returns the leaves that the optimizer sees together: those with the same layers."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             layers = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -198,7 +198,7 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """The state of all groups."""
+        """Returns the state of all groups."""
         params = eqx.filter(params, trees.is_inexact)
         # `rules.optimizer_specs` checks the axes of a state that is made outside a map.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
@@ -218,7 +218,7 @@ class _Owners(NamedTuple):
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
-        """Each device's share of the updates, and the new state."""
+        """Returns each device's share of the updates, and the new state."""
         ways = jax.tree.map_with_path(self.way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
@@ -240,15 +240,15 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Along which splits `x` is a share: as `weight`, or along all, as gradients of ZeRO-1 whose
-    `weight` is whole."""
+    """Returns the splits along which `x` is a share: as `weight`, or along all, as gradients of
+    ZeRO-1 whose `weight` is whole."""
     if x.shape != weight.shape:
         return splits
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
-    """`x`, a share or whole, where it is updated."""
+    """Returns `x`, a share or whole, where it is updated."""
     splits = _splits_here(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits)
@@ -263,7 +263,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
-    """The way back: the update of `weight`, as that lies here."""
+    """Returns the way back: the update of `weight`, as that lies here."""
     splits = _splits_here(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits)
@@ -285,17 +285,17 @@ def _mapped(f: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def _only(tree: PyTree, paths: list[Any]) -> PyTree:
-    """`tree` with None for all leaves but those at `paths`."""
+    """Returns `tree` with None for all leaves but those at `paths`."""
     return jax.tree.map_with_path(lambda path, x: x if path in paths else None, tree)
 
 
 def _first(tree: PyTree, lead: int) -> PyTree:
-    """The shapes of one layer."""
+    """Returns the shapes of one layer."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuse a split of a dim of layers that is not the last of them."""
+    """Refuses a split of a dim of layers that is not the last of them."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -307,7 +307,7 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
-    """Refuse layers that cannot be dealt out evenly."""
+    """Refuses layers that cannot be dealt out evenly."""
     layers = way.lead - 1
     inside = [split for split in way.splits if split.dim > layers]
     owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
@@ -320,7 +320,7 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuse an optimizer whose update of one leaf depends on another. `weights` and `state` are
+    """Refuses an optimizer whose update of one leaf depends on another. `weights` and `state` are
     shapes."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     owners = owners_of_state(state, paths)

@@ -18,12 +18,12 @@ Counts: TypeAlias = Bool[Array, ""] | bool
 
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
-    """The tree `a` where the condition holds, else `b`."""
+    """Returns the tree `a` where the condition holds, else `b`."""
     return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """The tree where it counts, else zeros."""
+    """Returns the tree where it counts, else zeros."""
     # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is NaN.
     if counts is True:
         return tree
@@ -35,7 +35,7 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """`sums` plus `terms` where they count. A term may be None."""
+    """Returns `sums` plus `terms` where they count. A term may be None."""
 
     def leaf(total, term):
         # Sums are at least float32, also of bfloat16 gradients.
@@ -45,7 +45,7 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """The buffers, [slots, ...] each, with an array of the tree in a slot of each.
+    """Returns the buffers, [slots, ...] each, with an array of the tree in a slot of each.
 
     Where the tree has None a buffer stays.
     """
@@ -62,7 +62,7 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """The tree in a slot of the buffers, of arrays with as many dims as those of `like`."""
+    """Returns the tree in a slot of the buffers, of arrays with as many dims as those of `like`."""
 
     def leaf(buffer, like):
         # A buffer without the dim of slots is a constant.
@@ -74,7 +74,7 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """So many slots for each of these types.
+    """Returns so many slots for each of these types.
 
     An array that is the same on all stages, such as a constant, gets one for all microbatches.
     """
@@ -95,7 +95,7 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
 
 
 def stacked(tree: PyTree, *counts: int) -> PyTree:
-    """Zeros like the arrays of a tree, with these dims before their own."""
+    """Returns zeros like the arrays of a tree, with these dims before their own."""
 
     def leaf(x):
         return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
@@ -104,5 +104,5 @@ def stacked(tree: PyTree, *counts: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Zeros like an array, of the type in which its sum is taken."""
+    """Returns zeros like an array, of the type in which its sum is taken."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

@@ -37,7 +37,7 @@ class Output(eqx.Module):
 
 
 def blocks_of(params: PyTree) -> PyTree:
-    """`params.blocks`; refuses with a `ValueError` parameters that have none."""
+    """Returns `params.blocks`; refuses with a `ValueError` parameters that have none."""
     try:
         return params.blocks
     except AttributeError:
@@ -49,7 +49,7 @@ def blocks_of(params: PyTree) -> PyTree:
 
 
 def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """A tree like the parameters: whether each leaf is in `blocks(params)`."""
+    """Returns a tree like the parameters: whether each leaf is in `blocks(params)`."""
     nowhere = jax.tree.map(lambda _: False, params)
 
     def everywhere(part):
@@ -59,7 +59,7 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuse with a `ValueError` a schedule of other stages than the axis, or blocks that are not
+    """Refuses with a `ValueError` a schedule of other stages than the axis, or blocks that are not
     cut into its chunks."""
     devices = axis.size()
     if schedule.stages != devices:
@@ -97,7 +97,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuse with a `ValueError` an empty batch, which has no mean."""
+    """Refuses with a `ValueError` an empty batch, which has no mean."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
@@ -108,7 +108,7 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuse with a `ValueError` an output `x` of embed that cannot go from stage to stage."""
+    """Refuses with a `ValueError` an output `x` of embed that cannot go from stage to stage."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -127,7 +127,7 @@ def activation(x: PyTree) -> None:
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuse with a `ValueError` a stage that returns another tree than it takes, or arrays of
+    """Refuses with a `ValueError` a stage that returns another tree than it takes, or arrays of
     another shape or type."""
     # The loop over the ticks has one carry, so all stages exchange arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
@@ -148,7 +148,7 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuse with a `ValueError` a head that sums over stages what each computed of its own `x`.
+    """Refuses with a `ValueError` a head that sums over stages what each computed of its own `x`.
 
     Only the last stage's is the model's. The second of the head's arguments is `x`.
     """
@@ -164,20 +164,21 @@ def head(traced: Traced, axis: Axis) -> None:
 
 
 def output(returned: Any) -> Output:
-    """The value of a stage, as an `Output` of arrays."""
+    """Returns the value of a stage, as an `Output` of arrays."""
     returned = returned if isinstance(returned, Output) else Output(returned)
     loss = None if returned.loss is None else scalar("the stage's loss", returned.loss)
     return Output(jax.tree.map(jnp.asarray, returned.x), loss, aux_of("the stage", returned.aux))
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """The loss and the auxiliary values of the head's value; `aux` is None where it has none."""
+    """Returns the loss and the auxiliary values of the head's value; `aux` is None where it has
+    none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Auxiliary values as arrays of numbers, those of true and false as 1 and 0."""
+    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0."""
 
     def leaf(path, value):
         value = jnp.asarray(value)
@@ -193,7 +194,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """`value` as an array; refused with a `ValueError` where it is not one real number."""
+    """Returns `value` as an array; refused with a `ValueError` where it is not one real number."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
@@ -204,11 +205,11 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def forms(tree: PyTree) -> str:
-    """The names, types and shapes of a tree's arrays."""
+    """Returns the names, types and shapes of a tree's arrays."""
     named = jax.tree.leaves_with_path(tree)
     return ", ".join(form(path, leaf) for path, leaf in named) or "no array"
 
 
 def form(path: Any, leaf: Any) -> str:
-    """An array's name in its tree, its type and its shape."""
+    """Returns an array's name in its tree, its type and its shape."""
     return (f"{mesh.dotted(path)}: " if path else "") + f"{leaf.dtype}{list(leaf.shape)}"

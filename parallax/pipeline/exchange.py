@@ -32,8 +32,8 @@ whole = Exchange(lambda x: x, lambda x, like: x)
 
 
 def split_over(axis: AxisLike) -> Exchange:
-    """Each of the t devices of `axis`, which all have the activation, sends 1/t of it; the receiver
-    gathers over `axis`.
+    """Sends 1/t of the activation from each of the t devices of `axis`, which all have it; the
+    receiver gathers over `axis`.
 
     Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each
     array is cut along the largest of its dims that t divides. An array without such a dim goes
@@ -67,7 +67,7 @@ def split_over(axis: AxisLike) -> Exchange:
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """The dim along which an array is cut, the largest that the axis divides; None: it goes
+    """Returns the dim along which an array is cut, the largest that the axis divides; None: it goes
     whole."""
     t = axis.size()
     # What differs along the axis already has no part on another device.

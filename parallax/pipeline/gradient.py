@@ -55,8 +55,8 @@ def value_and_grad(  # noqa: PLR0913
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Grad:
-    """The gradient function of `head(stage(... stage(embed(batch))))`, its stages run as `schedule`
-    says. Call it inside `mesh.spmd`.
+    """Returns the gradient function of `head(stage(... stage(embed(batch))))`, its stages run as
+    `schedule` says. Call it inside `mesh.spmd`.
 
     It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch
     has its sequences as the first dim of every leaf, and is cut into M parts in order. Gradients
@@ -138,8 +138,8 @@ def value(
     send: Exchange = whole,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
-    """The loss function that `value_and_grad` differentiates, for evaluation: only the schedule's
-    forward lane, and nothing is saved.
+    """Returns the loss function that `value_and_grad` differentiates, for evaluation: only the
+    schedule's forward lane, and nothing is saved.
 
     Arguments and errors are those of `value_and_grad`; with auxiliary values it returns
     `(loss, aux)`. A parameter may come by closure.
@@ -155,7 +155,7 @@ def value(
 
 
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
-    """The last stage's `x` on all stages, for a head that they compute together.
+    """Returns the last stage's `x` on all stages, for a head that they compute together.
 
     It is one all-reduce, and its transpose keeps the cotangent.
     """
@@ -164,7 +164,7 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
-    """The means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
+    """Returns the means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
     schedule, axis = jobs.schedule, jobs.axis
     # The table decides: only one of the two can run it.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
@@ -183,8 +183,8 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """The auxiliary values, the same on all stages: the head's [M, ...], the stages' [M, vP,
-    ...]."""
+    """Returns the auxiliary values, the same on all stages: the head's [M, ...], the stages' [M,
+    vP, ...]."""
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):

@@ -38,14 +38,14 @@ class Terms(NamedTuple):
     by_index: Callable[[int], Any] | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """The dependence of a function of both, or of either."""
+        """Returns the dependence of a function of both, or of either."""
         early, is_number, indexed, _ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
-    """Whether a sum over `axis` takes the part of a device that is not the last one; `of_x` says
-    which arguments are `x`.
+    """Returns whether a sum over `axis` takes the part of a device that is not the last one; `of_x`
+    says which arguments are `x`.
 
     A factor or a choice by the device's index counts as right where its numbers are unknown: it has
     more than `SMALL` elements, or other numbers in each trip of a loop.
@@ -92,7 +92,7 @@ class _Sums(jaxprs.FollowingAlong):
         return joined if differs else joined._replace(early=False)
 
     def loop(self, body, constants, carry, sliced):
-        """Numbers in a loop may be others in each trip."""
+        """Reads a loop, whose numbers may be others in each trip."""
 
         def anew(values):
             return [value._replace(by_index=None) for value in values]
@@ -107,7 +107,7 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """The dependence of a result of numbers, none of which depends on an argument."""
+        """Returns the dependence of a result of numbers, none of which depends on an argument."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -115,7 +115,7 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """The value on each stage before the last one; nothing where it is unknown."""
+        """Returns the value on each stage before the last one; nothing where it is unknown."""
         if value.by_index is None:
             return []
         try:
@@ -128,7 +128,7 @@ class _Sums(jaxprs.FollowingAlong):
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """The dependence of a choice on the stages before the last one."""
+        """Returns the dependence of a choice on the stages before the last one."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -136,12 +136,12 @@ class _Sums(jaxprs.FollowingAlong):
 
 
 def _number_of(value: Any) -> Terms:
-    """A number that is the same on all stages."""
+    """Returns a number that is the same on all stages."""
     return Terms(is_number=True, by_index=lambda index: value)
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Whether it is one operation with one result, and no collective."""
+    """Returns whether it is one operation with one result, and no collective."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)
@@ -150,7 +150,7 @@ def _is_local(eqn: JaxprEqn) -> bool:
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """The result of an equation on the stage of this index."""
+    """Returns the result of an equation on the stage of this index."""
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]

@@ -74,11 +74,11 @@ class Carry(NamedTuple):
     sums: Sums
 
     def with_arrived(self, **fields: PyTree) -> "Carry":
-        """The carry with these fields of `arrived` replaced."""
+        """Returns the carry with these fields of `arrived` replaced."""
         return self._replace(arrived=self.arrived._replace(**fields))
 
     def with_sums(self, **fields: PyTree) -> "Carry":
-        """The carry with these sums replaced."""
+        """Returns the carry with these sums replaced."""
         return self._replace(sums=self.sums._replace(**fields))
 
 
@@ -86,7 +86,7 @@ class Jobs(Programs):
     """The jobs of one device."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """The carry before the first tick: so many slots, and sums of zero."""
+        """Returns the carry before the first tick: so many slots, and sums of zero."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         loss, of_head = self.programs["head"].out[0]
 
@@ -106,19 +106,19 @@ class Jobs(Programs):
         return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """The jobs, with parameters computed only after `carry` where a collective needs nothing
-        else."""
+        """Returns the jobs, with parameters computed only after `carry` where a collective needs
+        nothing else."""
         jobs = copy.copy(self)
         if self.moves_early:
             jobs.params = sequence_after(self.params, carry)
         return jobs
 
     def task_of(self, row: Row, lane: str) -> Task:
-        """This stage's job of a lane."""
+        """Returns this stage's job of a lane."""
         return self.task(row.jobs[lane][self.index])
 
     def embed(self, row: Row) -> PyTree:
-        """The input of the first stage."""
+        """Returns the input of the first stage."""
         microbatch = row.jobs["embed"]
         x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
         return match_varying(x, self.x)
@@ -126,7 +126,8 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """F: a chunk of layers, of `entered` at the first place of the model, else of `arrived`."""
+        """Runs F: a chunk of layers, of `entered` at the first place of the model, else of
+        `arrived`."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
         # By the place, not by the stage: stage 0 also has later places of the model.
@@ -148,8 +149,8 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """B, or I: returns x's cotangent. B adds up its gradients; I leaves in a slot what W needs
-        beside what F saved."""
+        """Runs B, or I: returns x's cotangent. B adds up its gradients; I leaves in a slot what W
+        needs beside what F saved."""
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
         # A backward pass is linear in its cotangent, so that of an idle tick is 0.
@@ -161,7 +162,7 @@ class Jobs(Programs):
         return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
     def weight(self, carry: Carry, row: Row) -> Carry:
-        """W: the gradients, which no other stage needs."""
+        """Runs W: returns the gradients, which no other stage needs."""
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
@@ -169,14 +170,14 @@ class Jobs(Programs):
         return self._with_gradients(carry, task, gradients)
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
-        """The gradients of what `embed` reads; `ct` is 0 on all stages but the first."""
+        """Returns the gradients of what `embed` reads; `ct` is 0 on all stages but the first."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """The loss of a microbatch that the last stage has finished, its gradient, and the
+        """Returns the loss of a microbatch that the last stage has finished, its gradient, and the
         cotangent that B begins with; or only the loss."""
         microbatch = row.jobs["head"]
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
@@ -186,7 +187,7 @@ class Jobs(Programs):
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
-        """The tree of the stage so many before this one."""
+        """Returns the tree of the stage so many before this one."""
         # The next place of the model may be on the same stage, as in a V.
         if not distance:
             return tree
@@ -197,7 +198,8 @@ class Jobs(Programs):
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """The carry with a chunk's gradients added. `scatter` sees them as blocks of one chunk."""
+        """Returns the carry with a chunk's gradients added. `scatter` sees them as blocks of one
+        chunk."""
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         # The sum is masked, not the cotangent alone: 0 times an idle tick's NaN is NaN.

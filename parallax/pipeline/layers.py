@@ -33,7 +33,8 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
-    """The most even table of layers: the first places have one more where they do not divide.
+    """Returns the most even table of layers: the first places have one more where they do not
+    divide.
 
     Raises:
         ValueError: there are fewer layers than places, so that a stage would be without one.
@@ -49,7 +50,8 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over stages.
+    """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
+    stages.
 
     The padding repeats a place's last layer, so that what it computes is as finite as the rest. It
     is never used, its gradient is 0, and an optimizer that decays weights moves it.
@@ -75,7 +77,7 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """The inverse of `pad_layers`: blocks as [L, ...], without what pads them."""
+    """Returns the inverse of `pad_layers`: blocks as [L, ...], without what pads them."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
@@ -99,8 +101,8 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """`x` after the layers of one place: `layer(weights, x, number)`, with the layer's number in
-    the model.
+    """Returns `x` after the layers of one place: `layer(weights, x, number)`, with the layer's
+    number in the model.
 
     All places run n layers, since all stages run one program; where a place has fewer, the results
     of the rest are dropped. A pipeline of v P places then takes the time of v P n layers instead of
@@ -129,13 +131,13 @@ def run_layers(
 
 
 def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
-    """The blocks with `f` applied to their arrays, which may be shapes."""
+    """Returns the blocks with `f` applied to their arrays, which may be shapes."""
     arrays, static = eqx.partition(blocks, mesh.is_array)
     return eqx.combine(jax.tree.map(f, arrays), static)
 
 
 def checked(table: Layers) -> Layers:
-    """The table; refused with a `ValueError` where it is none."""
+    """Returns the table; refused with a `ValueError` where it is none."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -153,12 +155,12 @@ def checked(table: Layers) -> Layers:
 
 
 def _first(table: Layers) -> Layers:
-    """The number of each place's first layer."""
+    """Returns the number of each place's first layer."""
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Blocks of [v, L / v, ...] in the model's order, reordered for a schedule's `placed`.
+    """Returns blocks of [v, L / v, ...] in the model's order, reordered for a schedule's `placed`.
 
     It changes nothing if the placement is looped, chunk c of stage s at place c P + s, as in all
     schedules in lockstep. Blocks of uneven layers go through `pad_layers` first.
@@ -170,7 +172,7 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """The inverse of `to_placement`."""
+    """Returns the inverse of `to_placement`."""
     return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
@@ -193,7 +195,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """The values in `Aux.stages` of this stage's chunks: `[vP, ...] -> [v, ...]` each.
+    """Returns the values in `Aux.stages` of this stage's chunks: `[vP, ...] -> [v, ...]` each.
 
     It is for `step.make(after_update=...)`.
 

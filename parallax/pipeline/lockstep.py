@@ -50,7 +50,7 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 
 
 def run(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients, or only of the loss, after all ticks."""
+    """Returns the sums of loss and gradients, or only of the loss, after all ticks."""
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -59,20 +59,20 @@ def run(jobs: Jobs) -> Sums:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """F, of the embedding's output or of the activation that arrived."""
+    """Runs F, of the embedding's output or of the activation that arrived."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The head, of the last stage's output."""
+    """Returns the head, of the last stage's output."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """B, or I, and the gradients of what the embedding reads."""
+    """Runs B, or I, and the gradients of what the embedding reads."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so the gradients that follow can hide it.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
@@ -82,14 +82,16 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The activation's message to the next stage, for which no other lane of the tick waits."""
+    """Returns the activation's message to the next stage, for which no other lane of the tick
+    waits."""
     # On a CPU it waits for them: the collectives of a loop must be in one order on all devices.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """The cotangent that B begins with: at the last place the head's, else the one that arrived."""
+    """Returns the cotangent that B begins with: at the last place the head's, else the one that
+    arrived."""
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
     is_last = jobs.task_of(row, "backward").position == jobs.schedule.placed.size - 1
@@ -97,7 +99,7 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """The sums after all ticks."""
+    """Returns the sums after all ticks."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
@@ -138,7 +140,7 @@ def _by_repeat(repeats: int, column: Array) -> Array:
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
-    """The carry after a few stretches, one after another, as `lax.scan` takes it."""
+    """Returns the carry after a few stretches, one after another, as `lax.scan` takes it."""
     first = 0
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -157,14 +159,15 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """The carry after the lanes of a tick, as `lax.scan` takes it."""
+    """Returns the carry after the lanes of a tick, as `lax.scan` takes it."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """The lanes that run on any stage, the head among them, and for how many ticks in a row."""
+    """Returns the lanes that run on any stage, the head among them, and for how many ticks in a
+    row."""
     # Only the last chunk's output is the model's, so with chunks the head runs in fewer ticks.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
@@ -175,7 +178,8 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """The same stretches in order, as (repeats, pattern): a pattern that repeats is one loop.
+    """Returns the same stretches in order, as (repeats, pattern): a pattern that repeats is one
+    loop.
 
     So the program does not grow with the number of microbatches.
     """

@@ -35,7 +35,8 @@ def unpipelined(
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
-    """The loss function that a pipeline of these functions equals, on one device with all blocks.
+    """Returns the loss function that a pipeline of these functions equals, on one device with all
+    blocks.
 
     The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
     auxiliary values it returns `(loss, aux)`: the head's, or, where stages have some, `Aux`, those
@@ -67,7 +68,8 @@ def unpipelined(
 def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
-    """The loss function that a pipeline of these functions equals, of one stage with all layers.
+    """Returns the loss function that a pipeline of these functions equals, of one stage with all
+    layers.
 
     Its blocks have no dim of chunks. With auxiliary values it returns `(loss, aux)`: the head's,
     or, where the stage has some, `Aux`, those of the stage [1, ...].
@@ -87,7 +89,7 @@ def _loss(
     params_of_places: list[tuple[PyTree, Any]],
     batch: PyTree,
 ) -> Any:
-    """The loss on one device of stages with these parameters and positions."""
+    """Returns the loss on one device of stages with these parameters and positions."""
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:
         outputs.append(checks.output(stage(of_place, x, batch, position)))
@@ -100,7 +102,8 @@ def _loss(
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """The value of a loss function: the loss, or `(loss, aux)` where there are auxiliary values."""
+    """Returns the value of a loss function: the loss, or `(loss, aux)` where there are auxiliary
+    values."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

@@ -51,7 +51,7 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 
 
 def run(jobs: Jobs) -> Sums:
-    """The sums of loss and gradients, or only of the loss, after all ticks."""
+    """Returns the sums of loss and gradients, or only of the loss, after all ticks."""
     table, schedule = rows(jobs.schedule), jobs.schedule
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
@@ -83,12 +83,12 @@ def run(jobs: Jobs) -> Sums:
 
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The input of the first stage."""
+    """Returns the input of the first stage."""
     return carry.with_arrived(entered=jobs.embed(row))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """F, of the embedding's output or of an activation that arrived."""
+    """Runs F, of the embedding's output or of an activation that arrived."""
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -96,7 +96,7 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """I, of a cotangent that arrived: the head's wait beside those of other stages."""
+    """Runs I, of a cotangent that arrived: the head's wait beside those of other stages."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
@@ -106,7 +106,7 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The messages: one for each distance that any message of the schedule goes."""
+    """Returns the messages: one for each distance that any message of the schedule goes."""
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
         # On a CPU the messages go one after another: all devices need them in one order.
@@ -117,7 +117,7 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The head, of the output of the model's last place."""
+    """Returns the head, of the output of the model's last place."""
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
@@ -126,14 +126,14 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """The gradients of what the embedding reads."""
+    """Returns the gradients of what the embedding reads."""
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """This stage's message in this tick, in a part that runs for a microbatch.
+    """Sends this stage's message in this tick, in a part that runs for a microbatch.
 
     The condition always holds. Without it XLA runs the part's collectives before its loop, in all
     ticks, since nothing in them would depend on the loop.
@@ -142,7 +142,7 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
 
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """A stage's own job, traced; refused where the stages cannot run it alone."""
+    """Returns a stage's own job, traced; refused where the stages cannot run it alone."""
     row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
     # In the loop of a stage's own job its row differs between stages, by the number of the trip.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
@@ -151,7 +151,7 @@ def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
 
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
-    """The carry after a part, if it runs in this tick: a loop of one trip or of none.
+    """Returns the carry after a part, if it runs in this tick: a loop of one trip or of none.
 
     XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop
     where it is. The loop's name says how often it turns, for readers of the compiled program: a job
@@ -179,7 +179,7 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuse with a `ValueError` a job that some stages cannot run alone.
+    """Refuses with a `ValueError` a job that some stages cannot run alone.
 
     A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A
     `ppermute` is one operation of all devices, and hangs or gives wrong numbers where some of them
@@ -210,7 +210,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
-    """The collectives of more than one device, each with the caller's line."""
+    """Returns the collectives of more than one device, each with the caller's line."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # The library's own collectives are opened: a ring is permutes, `lax` sends a psum.

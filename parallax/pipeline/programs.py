@@ -56,7 +56,7 @@ class Parameters(NamedTuple):
     fixed: PyTree
 
     def whole(self) -> PyTree:
-        """The parameters as the user's functions take them."""
+        """Returns the parameters as the user's functions take them."""
         return eqx.combine(*self)
 
 
@@ -165,27 +165,27 @@ class Programs:
     # The arguments of the programs.
 
     def task(self, job: Int[Array, ""]) -> Task:
-        """The job of this number, or of -1."""
+        """Returns the job of this number, or of -1."""
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
         # Per stage a job runs only where the table has one.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """The arguments of F, B, I and W that neither arrive nor wait in a slot."""
+        """Returns the arguments of F, B, I and W that neither arrive nor wait in a slot."""
         params = self._of_chunk(task.chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """The head's arguments after `x`."""
+        """Returns the head's arguments after `x`."""
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
-        """One microbatch of the batch."""
+        """Returns one microbatch of the batch."""
         take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         return jax.tree.map(take, self.microbatches)
 
@@ -202,7 +202,8 @@ class Programs:
         return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
 
     def shared_out(self, value: Array) -> bool:
-        """Whether all stages compute the head's value together; else the last stage's counts."""
+        """Returns whether all stages compute the head's value together; else the last stage's
+        counts."""
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and not varies_along(value, self.axis):
             raise ValueError(
@@ -215,7 +216,7 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """A function of the user; its first argument is the parameters."""
+        """Returns a function of the user; its first argument is the parameters."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
@@ -279,8 +280,8 @@ class Programs:
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """The stage as `save` takes it: `((moving, loss), (still, aux))`, where `moving` are the
-        floating-point leaves of x."""
+        """Returns the stage as `save` takes it: `((moving, loss), (still, aux))`, where `moving`
+        are the floating-point leaves of x."""
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)
@@ -288,7 +289,7 @@ class Programs:
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:
-        """Trace F, and B or I and W; without `save` only F."""
+        """Traces F, and B or I and W; without `save` only F."""
         known = self.known(self.task(self.index * 0))
         if save is None:
 
@@ -320,7 +321,7 @@ class Programs:
         self.programs["weight"] = Traced(second, gradients, both.used)
 
     def _trace_ends(self) -> None:
-        """Trace the head with its gradient, and the gradient of `embed`."""
+        """Traces the head with its gradient, and the gradient of `embed`."""
 
         def differentiated(params, y, rows, number):
             moving, still = eqx.partition(y, eqx.is_inexact_array)
@@ -351,7 +352,7 @@ class Programs:
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
-    """The parameters by their role."""
+    """Returns the parameters by their role."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)

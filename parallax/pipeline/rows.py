@@ -40,7 +40,8 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """The schedule's tables, with the slots and the microbatches at both ends of the pipeline."""
+    """Returns the schedule's tables, with the slots and the microbatches at both ends of the
+    pipeline."""
     P, v = schedule.stages, schedule.chunks
     # The slot after all others, in which nothing is read.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
@@ -81,12 +82,13 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """The ticks in which any stage runs forward; messages wait in the same slots."""
+    """Returns the ticks in which any stage runs forward; messages wait in the same slots."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(operator.itemgetter(runs), row)
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """The distances, in stages around the ring of P, that messages go: 0 for those that stay."""
+    """Returns the distances, in stages around the ring of P, that messages go: 0 for those that
+    stay."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

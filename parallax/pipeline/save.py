@@ -30,7 +30,7 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Save the residuals of `jax.vjp`, except for arrays that are known in both ticks.
+    """Saves the residuals of `jax.vjp`, except for arrays that are known in both ticks.
 
     Nothing is computed twice.
     """
@@ -57,7 +57,7 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Save only the stage's input, and compute the rest again in the backward tick."""
+    """Saves only the stage's input, and compute the rest again in the backward tick."""
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):

@@ -51,8 +51,8 @@ class Traced(NamedTuple):
     used: PyTree
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """The results; arguments must have the types of those that it was traced on, and are given
-        one by one as there."""
+        """Returns the results; arguments must have the types of those that it was traced on, and
+        are given one by one as there."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A constant may be NumPy's.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
@@ -60,7 +60,8 @@ class Traced(NamedTuple):
 
 
 def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
-    """`f` of these trees, traced. An array may be a shape; what is no array is fixed."""
+    """Returns the program of `f`, traced on these trees. An array may be a shape; what is no array
+    is fixed."""
     arrays, static = eqx.partition(arguments, mesh.is_array)
     program, out = jax.make_jaxpr(
         lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True
@@ -74,7 +75,7 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """`x` with the replication types that it keeps through `f`."""
+    """Returns `x` with the replication types that it keeps through `f`."""
     # The types only grow, along at most as many axes as the mesh has, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
@@ -84,7 +85,7 @@ def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
 
 
 def _live(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that the results of `jaxpr` depend on."""
+    """Returns the variables that the results of `jaxpr` depend on."""
     # Backwards, an equation is needed if a later one reads a result of it.
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     for eqn in reversed(jaxpr.eqns):
@@ -94,7 +95,7 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 
 
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
-    """Refuse a function that reads trained parameters, or what was computed of them, and was not
+    """Refuses a function that reads trained parameters, or what was computed of them, and was not
     given them."""
     # The casts of a parameter are named too: a function may close over the one or the other.
     sources = {
@@ -120,7 +121,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
-    """A parameter, and what it was cast or gathered from."""
+    """Yields a parameter, and the values that it was cast or gathered from."""
     yield leaf
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
@@ -128,7 +129,7 @@ def _casts(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """Which of `sources` a traced value is, or was made of, as far as JAX remembers."""
+    """Returns which of `sources` a traced value is, or was made of, as far as JAX remembers."""
     seen, waiting = set(), [value]
     while waiting:
         tracer = waiting.pop()  # kept alive by what was made of it, so that ids are not used again
@@ -140,7 +141,7 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuse a function whose results depend on the blocks, of which each stage has its own."""
+    """Refuses a function whose results depend on the blocks, of which each stage has its own."""
     for path, read in jax.tree.leaves_with_path(used):
         if read:
             raise Misused(
@@ -156,8 +157,8 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
 
 
 def moves_early(traced: Traced) -> bool:
-    """Whether a collective in a function needs nothing but its first argument, the parameters:
-    nothing keeps it waiting."""
+    """Returns whether a collective in a function needs nothing but its first argument, the
+    parameters: nothing keeps it waiting."""
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     collectives = _Collectives()
     collectives.run(traced.program, is_late)

@@ -31,7 +31,8 @@ class Chosen(NamedTuple):
 
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
-    """The fastest algorithm for what `jax.lax` moves along each axis, one thing after another."""
+    """Returns the fastest algorithm for what `jax.lax` moves along each axis, one thing after
+    another."""
     found = []
     for axis in layout.axes:
         calls = [
@@ -48,7 +49,7 @@ def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[C
 def messages(
     terms: Sequence[Term], layout: Layout, hardware: Hardware, algorithms: Sequence[Chosen] = ()
 ) -> dict[tuple[str, ...], Number]:
-    """The seconds of all messages by axes, none of them hidden behind arithmetic: those of
+    """Returns the seconds of all messages by axes, none of them hidden behind arithmetic: those of
     `algorithms` along their axes, and the alpha-beta formulas of the others."""
     found: dict[tuple[str, ...], Number] = {
         (one.axis,): one.seconds[one.algorithm] for one in algorithms
@@ -64,7 +65,7 @@ def messages(
 
 
 def table(found: Sequence[Chosen]) -> str:
-    """The algorithms, a line an axis."""
+    """Returns the algorithms, a line an axis."""
     lines = ["algorithms                seconds of messages, by algorithm"]
     for each in found:
         rivals = ", ".join(f"{name} {taken:.3g}" for name, taken in each.seconds.items())

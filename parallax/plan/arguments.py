@@ -48,8 +48,8 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The path and shape of each array of the whole model, with blocks [v, L / v, ...] where chunks
-    are given."""
+    """Returns the path and shape of each array of the whole model, with blocks [v, L / v, ...]
+    where chunks are given."""
     model_class = family_of(config).model
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
@@ -60,7 +60,7 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """The model's arrays as a device of `layout` has them."""
+    """Returns the model's arrays as a device of `layout` has them."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
@@ -88,7 +88,7 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
 
 
 def parameter_bytes(config: Config, layout: Layout, *, itemsize: int = 4) -> int:
-    """Bytes of the parameters on a device, of `itemsize` bytes each."""
+    """Returns the bytes of the parameters on a device, of `itemsize` bytes each."""
     return itemsize * sum(
         leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
     )
@@ -101,8 +101,8 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Bytes of the optimizer's state on a device, if it acts element by element, for parameters of
-    `itemsize` bytes each."""
+    """Returns the bytes of the optimizer's state on a device, if it acts element by element, for
+    parameters of `itemsize` bytes each."""
     copies, rest = _state(optimizer, itemsize)
     return (
         copies
@@ -113,7 +113,7 @@ def optimizer_bytes(
 
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
-    """The optimizer's bytes for each parameter, and what it holds besides."""
+    """Returns the optimizer's bytes for each parameter, and what it holds besides."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
@@ -128,8 +128,8 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Bytes of the token windows on a device, `batch` sequences in all, and of the step's number
-    and the loss scale."""
+    """Returns the bytes of the token windows on a device, `batch` sequences in all, and of the
+    step's number and the loss scale."""
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

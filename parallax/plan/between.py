@@ -23,8 +23,8 @@ def terms(
     axis: AxisLike | ErrorFeedback | None = None,
     itemsize: int = 4,
 ) -> list[Term]:
-    """The collectives of a round of all of the model: an all-reduce of what a device has of each
-    leaf.
+    """Returns the collectives of a round of all of the model: an all-reduce of what a device has of
+    each leaf.
 
     Args:
         config: the model's sizes.
@@ -52,7 +52,7 @@ def terms(
 
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
-    """The bytes between islands, a round and a step, in a line."""
+    """Returns the bytes between islands, a round and a step, in a line."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

@@ -37,8 +37,8 @@ class Comparison(NamedTuple):
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
-    """Each prediction beside `memory_analysis()` and the collectives in the compiled step of this
-    layout.
+    """Returns each prediction beside `memory_analysis()` and the collectives in the compiled step
+    of this layout.
 
     Those of arguments and of bytes sent should be equal; the temporaries should be near.
     """
@@ -62,7 +62,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
 
 
 def compared(rows: Sequence[Comparison]) -> str:
-    """The comparisons as text."""
+    """Returns the comparisons as text."""
     head = f"{'bytes on each device':<28} {'predicted':>16} {'program':>16}  {'off':>7}"
     lines = [
         f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}"

@@ -44,13 +44,13 @@ BACKENDS = {
 
 
 def backend(platform: str, name: str = "") -> Backend:
-    """The habits of a chip's backend, or of its platform's; those of a compiler that copies nothing
-    for an unknown one."""
+    """Returns the habits of a chip's backend, or of its platform's; those of a compiler that copies
+    nothing for an unknown one."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
 def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[Buffer, ...]:
-    """The buffers that live beside those that a loop stacks up, as long as it runs."""
+    """Returns the buffers that live beside those that a loop stacks up, as long as it runs."""
     if not eqn.params.get("reverse", False):
         return ()
     filled = [buffer for buffer in stacked if buffer.bytes]
@@ -58,7 +58,7 @@ def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[B
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
-    """The copies of arguments that are written over.
+    """Returns the copies of arguments that are written over.
 
     Args:
         pairs: each such argument, and all that the result in its place is computed from.

@@ -27,7 +27,7 @@ def traced(
     optimizer: optax.GradientTransformation = ADAMW,
     **options: Any,
 ) -> Trace:
-    """What `decoder.train_step` needs and does on each device, none of which need exist.
+    """Returns the trace of `decoder.train_step` on each device, none of which need exist.
 
     Args:
         family: the kind of decoder, such as `llama.FAMILY`.

@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Numbers of the last matrix, D F."""
+        """Returns the number of elements of the last matrix, D F."""
         return self.width * self.hidden
 
     @property
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 
 def known(config: Any) -> None:
-    """Refuse with a `ValueError` the sizes of a model that the closed forms do not count."""
+    """Refuses with a `ValueError` the sizes of a model that the closed forms do not count."""
     if isinstance(config, gpt2.Config) or (isinstance(config, llama.Config) and not config.experts):
         return
     kind = type(config)
@@ -58,12 +58,12 @@ def known(config: Any) -> None:
 
 
 def family_of(config: Config) -> Family:
-    """The family whose sizes these are."""
+    """Returns the family whose sizes these are."""
     return gpt2.FAMILY if isinstance(config, gpt2.Config) else llama.FAMILY
 
 
 def layer_of(config: Config) -> Layer:
-    """The sizes of a layer of the model."""
+    """Returns the sizes of a layer of the model."""
     D = config.width
     if isinstance(config, gpt2.Config):
         return Layer(D, queries=D, keys=D, hidden=4 * D, inputs=1)

@@ -55,7 +55,7 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Seconds between failures of any of the devices, on the mean.
+    """Returns the seconds between failures of any of the devices, on the mean.
 
     Raises:
         ValueError: a rate below 0, or no device.
@@ -69,7 +69,7 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """The interval between saves that loses least, and the time lost with it.
+    """Returns the interval between saves that loses least, and the time lost with it.
 
     Args:
         between: seconds between failures, as `mean_time` gives.
@@ -111,13 +111,13 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
 
 
 def young(between: float, save: float) -> float:
-    """Young's interval, sqrt(2 save between): right where a save is short beside it."""
+    """Returns Young's interval, sqrt(2 save between): right where a save is short beside it."""
     return math.sqrt(2 * save * between)
 
 
 def daly(between: float, save: float) -> float:
-    """Daly's interval: Young's with two terms more, less the save; `between` where a save takes
-    twice that."""
+    """Returns Daly's interval: Young's with two terms more, less the save; `between` where a save
+    takes twice that."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -125,14 +125,15 @@ def daly(between: float, save: float) -> float:
 
 
 def wall(between: float, interval: float, *, save: float, restart: float) -> float:
-    """Seconds that a second of useful work takes: M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
+    """Returns the expected seconds for one second of useful work: M e^(R/M) (e^((tau + delta)/M) -
+    1) / tau."""
     return (
         between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
     )
 
 
 def table(found: Faults) -> str:
-    """What faults cost, in two lines."""
+    """Returns the cost of faults, in two lines."""
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (

@@ -51,7 +51,7 @@ class Jobs(NamedTuple):
 
 
 def jobs(layout: Layout) -> Jobs:
-    """The jobs of a layout's step on one device."""
+    """Returns the jobs of a layout's step on one device."""
     P, M, v = layout.stage, layout.microbatches, layout.chunks
     if not in_lockstep(layout):
         table = table_of(layout)
@@ -80,18 +80,18 @@ def jobs(layout: Layout) -> Jobs:
 
 
 def in_lockstep(layout: Layout) -> bool:
-    """Whether all stages run the same lanes in a tick."""
+    """Returns whether all stages run the same lanes in a tick."""
     return layout.schedule not in PER_STAGE
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """The ticks that take the time of F, of I and of W, where each stage has a job of its own and
-    all wait for the dearest."""
+    """Returns the ticks that take the time of F, of I and of W, where each stage has a job of its
+    own and all wait for the dearest."""
     return table_of(layout).timed_ticks(*costs)
 
 
 def table_of(layout: Layout) -> Schedule:
-    """The schedule's table."""
+    """Returns the schedule's table."""
     return _table(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
 
 

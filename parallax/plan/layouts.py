@@ -52,7 +52,8 @@ def search(
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
-    """The fastest layouts of exactly `devices` that fit, at most `count`, the fastest first.
+    """Returns the fastest layouts of exactly `devices` that fit, at most `count`, the fastest
+    first.
 
     Each has the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
@@ -128,8 +129,8 @@ def search(
 
 
 def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
-    """The plan to take: of those whose time is near the shortest, the one that splits layers and
-    matrices over fewest devices.
+    """Returns the plan to take: of those whose time is near the shortest, the one that splits
+    layers and matrices over fewest devices.
 
     A plan's time is not known to a twentieth, and what splits less has fewer messages that work
     must wait for.
@@ -151,7 +152,7 @@ def _seconds(planned: Plan) -> float:
 
 
 def table(found: Sequence[Plan], count: int = 10) -> str:
-    """The first of these plans, a line each."""
+    """Returns the first of these plans, a line each."""
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
     for planned in found[:count]:
         lines.append(
@@ -163,7 +164,7 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
 
 
 def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
-    """The layouts that divide the model and the batch and that the plan counts."""
+    """Returns the layouts that divide the model and the batch and that the plan counts."""
     for sizes in _sizes(config, devices, batch, choices.sequences):
         # Where tokens are not split, what goes between stages can be.
         by_stages = sizes["stage"] > 1
@@ -185,7 +186,8 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
-    """The sizes of the axes, with microbatches and chunks, that divide the model and the batch."""
+    """Returns the sizes of the axes, with microbatches and chunks, that divide the model and the
+    batch."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, left = divmod(devices, tensor * stage)
         if (
@@ -214,13 +216,14 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """The replicas among which ZeRO may split: all, or with no pipeline those of a group."""
+    """Returns the replicas among which ZeRO may split: all, or with no pipeline those of a
+    group."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Bytes that a device needs at least: its arguments and what layers keep."""
+    """Returns the bytes that a device needs at least: its arguments and what layers keep."""
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         arguments.parameter_bytes(config, layout)

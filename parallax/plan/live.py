@@ -83,7 +83,7 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """The fullest moment of a frame.
+    """Returns the fullest moment of a frame.
 
     Args:
         operations: in the order in which they run.

@@ -21,8 +21,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """The operands that count, and for each equation which of its results do; None for one that
-        does not count."""
+        """Returns the operands that are needed, and for each equation which of its results are;
+        None for an equation that is not needed."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -50,7 +50,7 @@ class Needed:
         return [var in live for var in jaxpr.invars], found[::-1]
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Which operands an equation needs for these of its results."""
+        """Returns which operands an equation needs for these of its results."""
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
         if eqn.primitive.name == "optimization_barrier":
@@ -61,8 +61,8 @@ class Needed:
         return [True] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Which results of a scan's body count: those that are read outside, and the carries that
-        another trip needs."""
+        """Returns which results of a scan's body count: those that are read outside, and the
+        carries that another trip needs."""
         constants, carries = jaxprs.scan_parts(eqn)
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:

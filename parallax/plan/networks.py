@@ -48,8 +48,8 @@ class Network(Protocol):
         ...
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Seconds until all have come: of each message, the device to which each device sends, and
-        its bytes."""
+        """Returns the seconds until all messages have come: of each message, the device to which
+        each device sends, and its bytes."""
         ...
 
 
@@ -83,7 +83,7 @@ class Nested(NamedTuple):
         return self.levels[-1].devices
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """As `Network` has it."""
+        """Returns the seconds, as `Network` has it."""
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
         inside = 1  # devices of the group below
         within = np.zeros(
@@ -130,7 +130,8 @@ class Torus(NamedTuple):
         return math.prod(self.shape)
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """As `Network` has it. Messages go dim by dim, the shorter way round."""
+        """Returns the seconds, as `Network` has it. Messages go dim by dim, the shorter way
+        round."""
         start = np.stack(np.unravel_index(np.arange(self.devices), self.shape))  # [dims, devices]
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0
@@ -159,8 +160,8 @@ class Torus(NamedTuple):
 
 
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
-    """The network of so many devices: a torus of TPUs, or the chip's domains, joined by a network
-    without oversubscription."""
+    """Returns the network of so many devices: a torus of TPUs, or the chip's domains, joined by a
+    network without oversubscription."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         is_slice = math.prod(hardware.torus) == devices > 1
@@ -173,7 +174,7 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
-    """A box of so many chips whose sides are as equal as they can be."""
+    """Returns a box of so many chips whose sides are as equal as they can be."""
     if dims == 1:
         return (devices,)
     side = min(divisors(devices), key=lambda size: abs(math.log(size) - math.log(devices) / dims))
@@ -183,8 +184,8 @@ def _box(devices: int, dims: int) -> tuple[int, ...]:
 def seconds(
     tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce"
 ) -> float:
-    """The seconds of a collective by these tables, of an array of `nbytes` on each device, all
-    groups of the mesh at once.
+    """Returns the seconds of a collective by these tables, of an array of `nbytes` on each device,
+    all groups of the mesh at once.
 
     Args:
         tables: of `group.size` devices, as `ring.table(8)`.
@@ -233,8 +234,8 @@ def _round(route: Route, each: Round, network: Network, group: Group) -> float:
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """For each of all devices the one that is `step` further on in its own group, which is a box of
-    this shape."""
+    """Returns for each of all devices the one that is `step` further on in its own group, which is
+    a box of this shape."""
     here = np.arange(devices)
     place = here // group.stride % group.size
     at = np.unravel_index(place, tuple(shape))
@@ -249,7 +250,8 @@ def _tables(name: str, size: int) -> Tables | None:
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
-    """The tables that `choose` tries along an axis of so many devices, by the algorithm's name."""
+    """Returns the tables that `choose` tries along an axis of so many devices, by the algorithm's
+    name."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
@@ -262,8 +264,8 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """The seconds of some collectives along one axis by each algorithm that fits it, the fastest
-    first.
+    """Returns the seconds of some collectives along one axis by each algorithm that fits it, the
+    fastest first.
 
     Args:
         times: of each collective its kind, the bytes that it takes, and how often it runs.
@@ -286,7 +288,7 @@ def along(
     hardware: Hardware,
     calls: Sequence[tuple[str, int, int]],
 ) -> dict[str, float]:
-    """The seconds of some collectives along one axis of a mesh, as `choose` returns them.
+    """Returns the seconds of some collectives along one axis of a mesh, as `choose` returns them.
 
     Args:
         axis: its name.
@@ -302,8 +304,8 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """The seconds of a collective by an algorithm of `makers`, and those of each byte that it
-    takes.
+    """Returns the seconds of a collective by an algorithm of `makers`, and those of each byte that
+    it takes.
 
     A round takes its latency and its bytes, so two simulations tell all sizes: a search asks for
     thousands.

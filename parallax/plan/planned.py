@@ -99,7 +99,7 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Floating-point operations.
+    """Returns the floating-point operations.
 
     Attributes:
         model: of the whole step, as papers count them: 6 for each parameter in a product and 12 L D
@@ -221,7 +221,7 @@ def plan(
     axes: Mapping[str, AxisLike] | None = None,
     attention_kernel: bool | None = None,
 ) -> Plan:
-    """The plan of `decoder.train_step`, with float32 parameters.
+    """Returns the plan of `decoder.train_step`, with float32 parameters.
 
     Args:
         config: the model's sizes.
@@ -281,8 +281,8 @@ def plan(
 def has_kernel(
     config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
-    """Whether attention runs in a kernel that keeps no scores: as asked, or as the recipe does on
-    TPUs."""
+    """Returns whether attention runs in a kernel that keeps no scores: as asked, or as the recipe
+    does on TPUs."""
     if layout.context > 1:
         return False
     if asked is None:
@@ -291,7 +291,7 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """The sizes of a step with the calls whose time it takes.
+    """Returns the sizes of a step with the calls whose time it takes.
 
     Where each stage has its own job in a tick, all wait for the dearest: a fold over the table,
     with the seconds of the products and of the passes over memory of F, I and W.
@@ -315,7 +315,7 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
-    """Refuse with a `ValueError` a layout that does not fit the model, the batch or the number of
+    """Refuses with a `ValueError` a layout that does not fit the model, the batch or the number of
     devices; or `known` does."""
     known(config)
     sizes = config.sizes | {"batch": batch}
@@ -331,8 +331,8 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
 
 
 def counts(layout: Layout) -> bool:
-    """Whether plan counts a layout: one whose schedule makes the gradients of weights apart must
-    compute nothing again."""
+    """Returns whether plan counts a layout: one whose schedule makes the gradients of weights apart
+    must compute nothing again."""
     again = recomputed(layout)
     return not jobs(layout).deferred or not (again.passes or again.gathers)
 
@@ -347,8 +347,8 @@ def memory(
     axes: Mapping[str, AxisLike] | None = None,
     attention_kernel: bool | None = None,
 ) -> Memory:
-    """The bytes on each device, of which the trace of the step tells the temporaries; arguments are
-    those of `plan`."""
+    """Returns the bytes on each device, of which the trace of the step tells the temporaries;
+    arguments are those of `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
     if has_kernel(config, layout, hardware, attention_kernel):
@@ -372,7 +372,7 @@ def memory(
 
 
 def model_flops(config: Config, batch: int) -> Number:
-    """Floating-point operations of a whole step of `batch` sequences: of a GPT-2
+    """Returns the floating-point operations of a whole step of `batch` sequences: of a GPT-2
     72 B L T D^2 (1 + T / 6D + V / 12LD).
 
     They are 6 for each weight that multiplies a token, and 12 L H K T for attention.
@@ -384,7 +384,7 @@ def model_flops(config: Config, batch: int) -> Number:
 
 
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
-    """Floating-point operations of one device in a step, `batch` sequences in all.
+    """Returns the floating-point operations of one device in a step, `batch` sequences in all.
 
     Each lane counts in all ticks in which it runs on the device, on garbage too, and what is
     computed again counts again.
@@ -421,8 +421,8 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Bytes between products and memory: what a layer makes, forward, backward, and where it is
-    made again."""
+    """Returns the bytes between products and memory: what a layer makes, forward, backward, and
+    where it is made again."""
     # What is computed again, attention's scores among it, is made whatever is kept.
     everything_kept = dataclasses.replace(layout, remat="none")
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
@@ -450,7 +450,7 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """A line where ZeRO leaves parameters whole, since none of their dims divides."""
+    """Returns a line where ZeRO leaves parameters whole, since none of their dims divides."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)
@@ -461,7 +461,7 @@ def _unsplit(plan: Plan) -> list[str]:
 
 
 def _of_memory(memory: Memory) -> list[str]:
-    """A line for each sum, and under the temporaries the largest of them."""
+    """Returns a line for each sum, and under the temporaries the largest of them."""
     sums = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,
@@ -476,7 +476,7 @@ def _of_memory(memory: Memory) -> list[str]:
 
 
 def table(plan: Plan) -> str:
-    """The plan, a line for each number."""
+    """Returns the plan, a line for each number."""
     layout = plan.layout
     lines = [
         f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: "

@@ -54,14 +54,14 @@ COLLECTIVES = {  # by the names that compiled programs have for them
 
 
 def nbytes(aval) -> int:
-    """Bytes of an array of this type; of what is no array, 0."""
+    """Returns the bytes of an array of this type; of what is no array, 0."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
 def operations(eqn: JaxprEqn) -> int:
-    """Floating-point operations of a product: 2 for each pair of numbers that are multiplied and
-    added.
+    """Returns the floating-point operations of a product: 2 for each pair of numbers that are
+    multiplied and added.
 
     A kernel (Pallas) states its own.
     """
@@ -79,8 +79,8 @@ def operations(eqn: JaxprEqn) -> int:
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Whether it multiplies matrices. Compilers take a product of vectors for a multiplication and
-    a sum."""
+    """Returns whether it multiplies matrices. Compilers take a product of vectors for a
+    multiplication and a sum."""
     if eqn.primitive.name == "pallas_call":
         return eqn.params["cost_estimate"] is not None
     if eqn.primitive.name != "dot_general":
@@ -90,13 +90,14 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 
 def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Whether it is a product over no dim: an elementwise multiplication, as compilers treat it."""
+    """Returns whether it is a product over no dim: an elementwise multiplication, as compilers
+    treat it."""
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of more than one device along which a collective moves something, in the mesh's
-    order."""
+    """Returns the axes of more than one device along which a collective moves something, in the
+    mesh's order."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)
     return tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)

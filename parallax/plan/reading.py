@@ -45,18 +45,18 @@ class Reading:
     # Values
 
     def line(self, eqn: Any) -> str:
-        """The caller's line of an equation."""
+        """Returns the caller's line of an equation."""
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Note an operation of the frame at hand, and the bytes that it reads and writes."""
+        """Notes an operation of the frame at hand, and the bytes that it reads and writes."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """The buffer of a value, from now on; None for one that is made of literals alone and is
-        small."""
+        """Returns the buffer of a value, from now on; None for one that is made of literals alone
+        and is small."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -80,8 +80,8 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """The k-th result of an equation, in a buffer of its own or in that of one of `over`, of
-        which `part` bytes change."""
+        """Returns the k-th result of an equation, in a buffer of its own or in that of one of
+        `over`, of which `part` bytes change."""
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
         bases = {base: size for value in reads for base, size in value.root.reads.items()}
@@ -93,7 +93,7 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """A result that is computed where it is read."""
+        """Returns a result that is computed where it is read."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         part = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -111,7 +111,7 @@ class Reading:
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
     ) -> list[Value]:
-        """The results of a jaxpr, in the frame at hand.
+        """Returns the results of a jaxpr, in the frame at hand.
 
         Args:
             jaxpr: what to walk through.
@@ -157,8 +157,8 @@ class Reading:
     def _once(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """The results of an equation; those of one that was met before, of the same operands, are
-        the same."""
+        """Returns the results of an equation; those of one that was met before, of the same
+        operands, are the same."""
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
@@ -210,7 +210,7 @@ class Reading:
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """A value behind a barrier: an array, and another than before it."""
+        """Returns a value behind a barrier: an array, and another than before it."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -257,7 +257,8 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Where the program runs: the platform's branch, or the device's place on an axis."""
+        """Returns where the program runs: the platform's branch, or the device's place on an
+        axis."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             names = eqn.params["platforms"]
@@ -267,8 +268,8 @@ class Reading:
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """An array of which a part is written anew, where it lies if nobody else needs what was
-        there."""
+        """Returns an array of which a part is written anew, where it lies if nobody else needs what
+        was there."""
         self.hold(operands[0])
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
@@ -378,8 +379,8 @@ class Reading:
     def _loop(
         self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int
     ) -> list[Value]:
-        """A loop: each carry has a buffer, and the buffers of its stacked results are there before
-        it begins."""
+        """Returns a loop: each carry has a buffer, and the buffers of its stacked results are there
+        before it begins."""
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
         for value, each in zip(constants, wanted, strict=False):
@@ -429,7 +430,7 @@ class Reading:
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
-        """The copies of a backward loop's slices where its body has several layers."""
+        """Returns the copies of a backward loop's slices where its body has several layers."""
         if not eqn.params.get("reverse", False):
             return []
         count = self.habits.slices * (eqn.params.get("unroll", 1) - 1)
@@ -444,8 +445,8 @@ class Reading:
         return zip(starts, body.invars[len(constants) :], counts, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, counts: bool) -> Value:
-        """A loop's carry, which begins as `value`, in whose place it is if nobody else reads
-        that."""
+        """Returns a loop's carry, which begins as `value`, in whose place it is if nobody else
+        reads that."""
         if not counts:
             return Value(aval, {})
         root = value.root

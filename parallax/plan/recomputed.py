@@ -33,7 +33,8 @@ class Recomputed(NamedTuple):
     whole_stage: bool
 
     def products(self, layers: int, last: float) -> float:
-        """The share of the matmuls with weights that it makes again, in a stage of so many layers.
+        """Returns the share of the matmuls with weights that it makes again, in a stage of so many
+        layers.
 
         The last of a layer, a share `last` of its matmuls, is not needed: it makes what the next
         layer or stage has.
@@ -42,7 +43,7 @@ class Recomputed(NamedTuple):
 
 
 def recomputed(layout: Layout) -> Recomputed:
-    """What a layout's `remat` computes again."""
+    """Returns the operations that a layout's `remat` computes again."""
     word = layout.remat
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
     # With ZeRO-3 a layer that keeps everything else gathers its weights again.
@@ -69,6 +70,6 @@ def recomputed(layout: Layout) -> Recomputed:
 
 
 def layers_in_body(layout: Layout) -> int:
-    """Layers in the body of the loop over layers: two where the gathers of one overlap the
-    other."""
+    """Returns the number of layers in the body of the loop over layers: two where the gathers of
+    one overlap the other."""
     return 2 if layout.zero == 3 else 1

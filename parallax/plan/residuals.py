@@ -1,7 +1,7 @@
 """Bytes that a decoder's layer keeps for its backward pass, and those that a stage's job hands on.
 
-They are what `jax.vjp` keeps of a layer, which the tests count. The search leaves out layouts that
-cannot fit by them, before a step is traced.
+They are what `jax.vjp` keeps of a layer, which the tests count. Before it traces a step, the search
+drops the layouts that cannot fit by these estimates.
 
 Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2
 numbers, t tensor devices.
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """The sizes of a microbatch on a device; `short` is the bytes of a number in a short
+    """Returns the sizes of a microbatch on a device; `short` is the bytes of a number in a short
     precision."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # around the ring, scores are made a tile at a time
@@ -64,8 +64,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Bytes that a layer keeps where nothing but attention is computed again: what `jax.vjp` keeps
-    of it.
+    """Returns the bytes that a layer keeps where nothing but attention is computed again: what
+    `jax.vjp` keeps of it.
 
     Norms keep four activations (two in float32), column-parallel layers their inputs, attention q,
     k, v and its result, GELU some of four times the width; the softmax its result in both types and
@@ -95,8 +95,8 @@ def everything(
 
 @functools.cache
 def results_of_gelu() -> int:
-    """How many arrays of its size JAX keeps of a GELU and for the product after it: six in JAX
-    0.10, five in 0.12."""
+    """Returns how many arrays of its size JAX keeps of a GELU and for the product after it: six in
+    JAX 0.10, five in 0.12."""
     x, weights = (
         jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
         jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
@@ -117,7 +117,8 @@ def results_of_gelu() -> int:
 def layer(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Bytes that a layer keeps for its backward pass; with remat `stage`, if it were kept."""
+    """Returns the bytes that a layer keeps for its backward pass; with remat `stage`, if it were
+    kept."""
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
@@ -129,8 +130,8 @@ def layer(
 
 
 def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number:
-    """Bytes of a layer that its input's gradient hands on to a lane of the weights' gradients,
-    where nothing is computed again.
+    """Returns the bytes of a layer that its input's gradient hands on to a lane of the weights'
+    gradients, where nothing is computed again.
 
     The cotangents of its four products, 3 + 4 of width D over the tensor devices and two whole
     ones, and the gradients of norms and biases, which are made on the way.
@@ -144,8 +145,8 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
 def at_least(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Bytes that a step keeps at least besides its arguments: those of the layers, of all
-    microbatches in flight."""
+    """Returns the bytes that a step keeps at least besides its arguments: those of the layers, of
+    all microbatches in flight."""
     slots = jobs(layout).slots if layout.pipelined else 1
     if recomputed(layout).whole_stage:
         size = sizes(config, layout, batch, short)

@@ -50,7 +50,7 @@ class Seconds(NamedTuple):
 
 
 def seconds(trace: Any, hardware: Hardware) -> Seconds:
-    """The time of a `Trace` on devices of `hardware`."""
+    """Returns the time of a `Trace` on devices of `hardware`."""
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
     products, passes = (
         ideal / hardware.efficiency,
@@ -74,8 +74,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """How far apart the devices of a group are numbered, both ends counted; the last axis of the
-    mesh runs fastest."""
+    """Returns how far apart the devices of a group are numbered, both ends counted; the last axis
+    of the mesh runs fastest."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
@@ -91,13 +91,13 @@ _LIKE: dict[str, Callable[..., Any]] = {
 
 
 def _taken(message: Any, mesh: Mapping[str, int]) -> int:
-    """The bytes of the array that a collective takes, from those of its result."""
+    """Returns the bytes of the array that a collective takes, from those of its result."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     return {"all-gather": -(-size // n), "reduce-scatter": size * n}.get(message.kind, size)
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
-    """A permute is one hop; what `jax.lax` moves itself is priced as halving."""
+    """Returns the hops: a permute is one hop; what `jax.lax` moves itself is priced as halving."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)

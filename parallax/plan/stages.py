@@ -41,7 +41,7 @@ class StageWork(NamedTuple):
     head: int
 
     def costs(self, chunks: int = 1) -> tuple[int, int, int]:
-        """F, I and W of a whole stage, as `Schedule.makespan` takes them."""
+        """Returns the times F, I and W of a whole stage, as `Schedule.makespan` takes them."""
         return self.forward * chunks, self.backward * chunks, self.weight * chunks
 
 
@@ -56,7 +56,7 @@ def stage_work(
     trainable: PyTree = trees.is_inexact,
     save: Save = residuals,
 ) -> Callable[..., StageWork]:
-    """The function `(params, batch, *, mesh, in_specs) -> StageWork` of a pipeline.
+    """Returns the function `(params, batch, *, mesh, in_specs) -> StageWork` of a pipeline.
 
     Nothing runs, so arrays may be shapes. The arguments are those of `pipeline.value_and_grad`, and
     `in_specs` those of its `mesh.spmd`. F + I + W equals F and the whole backward pass: no product
@@ -88,7 +88,7 @@ def stage_work(
 
 
 def _products(jaxpr: Jaxpr) -> int:
-    """The operations in a program's products, in all trips of its loops.
+    """Returns the operations in a program's products, in all trips of its loops.
 
     A loop of unknown length counts as one trip.
     """

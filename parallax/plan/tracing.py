@@ -86,8 +86,8 @@ def trace(
     hardware: Hardware | None = None,
     platform: str = "",
 ) -> Trace:
-    """What `step(*shapes)` needs and does on each device of `mesh`. It is traced, and neither
-    compiled nor run.
+    """Returns the trace of `step(*shapes)`: its memory, messages and operations on each device of
+    `mesh`. It is traced, and neither compiled nor run.
 
     Args:
         step: any function under `mesh.spmd`, jitted or not; what `jax.jit` donates counts as
@@ -149,7 +149,7 @@ def trace(
 
 
 def _unplaced(leaf: Any) -> Any:
-    """An argument without the devices that it lies on, which may be another mesh's."""
+    """Returns an argument without the devices that it lies on, which may be another mesh's."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -163,7 +163,7 @@ def _argument(var: Any) -> Value:
 
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
-    """The arguments that a jitted function of the program may write over."""
+    """Returns the arguments that a jitted function of the program may write over."""
     marked = [
         (eqn.invars, eqn.params["donated_invars"])
         for eqn in jaxpr.eqns
@@ -180,8 +180,8 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Each result with the donated argument in whose place it is, the first of its size; and the
-    results that have none."""
+    """Returns each result with the donated argument in whose place it is, the first of its size;
+    and the results that have none."""
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
         places.setdefault(buffer.bytes, []).append(buffer)
@@ -212,7 +212,7 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
-    """The buffers at the peak, those of one line together."""
+    """Returns the buffers at the peak, those of one line together."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -225,7 +225,7 @@ def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """The trace, a line for each number."""
+    """Returns the trace, a line for each number."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,
@@ -299,5 +299,5 @@ def _of_time(found: Seconds) -> list[str]:
 
 
 def _short(line: str) -> str:
-    """A line with the last two parts of its path."""
+    """Returns a line with the last two parts of its path."""
     return "/".join(line.split("/")[-2:])

@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
-    """How often what runs.
+    """Returns how often what runs.
 
     Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all
     ticks in which it runs anywhere.
@@ -146,8 +146,8 @@ def terms(
     itemsize: int = 4,
     size: Sizes | None = None,
 ) -> list[Term]:
-    """All collectives of a step of `decoder.train_step`, those of several calls of one kind in one
-    term.
+    """Returns all collectives of a step of `decoder.train_step`, those of several calls of one kind
+    in one term.
 
     Args:
         config: the model's sizes.
@@ -173,7 +173,7 @@ def terms(
 
 
 def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
-    """Bytes that a device sends in a step, by the axes along which they go."""
+    """Returns the bytes that a device sends in a step, by the axes along which they go."""
     found: dict[tuple[str, ...], int] = {}
     for term in terms:
         found[term.axes] = found.get(term.axes, 0) + term.sent
@@ -210,8 +210,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """The axes that each call works along: neighbours that one algorithm moves together, one
-        call after the other."""
+        """Returns the axes that each call works along: neighbours that one algorithm moves
+        together, one call after the other."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -229,7 +229,7 @@ class _Step:
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """From the first axis to the last, where they have several algorithms."""
+        """Returns the axes from the first to the last, where they have several algorithms."""
         for group in self.groups(over):
             yield self.term(
                 what, group, self.algorithm(group).reduce_scatter, nbytes, times, itemsize
@@ -237,14 +237,14 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """From the last axis to the first, where they have several algorithms."""
+        """Returns the axes from the last to the first, where they have several algorithms."""
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
             nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:
-        """Tensor parallelism: 4 all-reduces a layer, or their 8 halves; and those that are computed
-        again."""
+        """Returns the messages of tensor parallelism: each layer has 4 all-reduces, or 8
+        reduce-scatters and all-gathers, and those that are computed again."""
         size, again, stage = self.size, self.again, int(self.again.whole_stage)
         both = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again runs its forward pass as it stands; of a single layer, the last
@@ -259,13 +259,13 @@ class _Step:
             yield from self.all_reduce("activations in layers", ("tensor",), self.stream, sums)
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
-        """All-gathers and reduce-scatters of the residual stream over the tensor axis."""
+        """Returns all-gathers and reduce-scatters of the residual stream over the tensor axis."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Keys and values, which go round the ring in each pass, and their gradients, which follow
-        them in float32 or wider."""
+        """Returns keys and values, which go round the ring in each pass, and their gradients, which
+        follow them in float32 or wider."""
         size, n = self.size, self.layout.context
         keys = (
             size.tokens * layer_of(self.config).keys // self.layout.tensor
@@ -282,7 +282,7 @@ class _Step:
         )
 
     def at_the_ends(self) -> Iterator[Term]:
-        """The embedding and the head, whose vocabulary is split over stage and tensor."""
+        """Returns the embedding and the head, whose vocabulary is split over stage and tensor."""
         size, both = self.size, ("stage", "tensor")
         ends = size.embeds + size.heads
         if self.layout.sequence:
@@ -299,8 +299,8 @@ class _Step:
         yield from self.all_reduce("sums of logits", both, 2 * part * self.wide, calls, self.wide)
 
     def between_stages(self) -> Iterator[Term]:
-        """The pipeline's hops, what enters the first stage and leaves the last, and the gradients
-        that all stages share."""
+        """Returns the pipeline's hops, what enters the first stage and leaves the last, and the
+        gradients that all stages share."""
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
@@ -318,17 +318,19 @@ class _Step:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
     def shares_sums(self, leaf: arguments.Leaf) -> bool:
-        """Whether a leaf's gradients are scattered to shares in each microbatch, or held whole."""
+        """Returns whether a leaf's gradients are scattered to shares in each microbatch, or held
+        whole."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
-        """The sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have scattered
-        all but a share already."""
+        """Returns the sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have
+        scattered all but a share already."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
-        """Data parallelism and ZeRO: gradients reduced, parameters or updates gathered."""
+        """Returns the messages of data parallelism and ZeRO: gradients reduced, parameters or
+        updates gathered."""
         over, chunks, shares_parameters = (
             axes_of(self.shards),
             self.layout.chunks,
@@ -363,8 +365,8 @@ class _Step:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: arguments.Leaf) -> int:
-        """How often ZeRO-3 gathers a leaf of the layers: once forward, and again backward where the
-        backward pass needs it."""
+        """Returns how often ZeRO-3 gathers a leaf of the layers: once forward, and again backward
+        where the backward pass needs it."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         again = size.backward * (name not in unread)
@@ -373,8 +375,8 @@ class _Step:
         return size.forward + again + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: arguments.Leaf) -> int:
-        """How often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in each
-        tick of a lane that makes them.
+        """Returns how often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in
+        each tick of a lane that makes them.
 
         A lane that does not make them scatters zeros: a ring's, which XLA sends once for all that
         look alike; those of `lax.psum_scatter` it drops.
@@ -395,8 +397,8 @@ class _Step:
         return size.weights if leaf.block else made.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
-        """One sum of squares for each set of axes that split some gradients; whether the update is
-        finite, over all of them.
+        """Returns one sum of squares for each set of axes that split some gradients; whether the
+        update is finite, over all of them.
 
         Both go along the axes in the order of the alphabet, in which a type lists them.
         """

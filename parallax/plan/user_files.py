@@ -17,8 +17,8 @@ FORM = (
 
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step and the shapes of its arguments, which the function named in `program` returns for a
-    mesh.
+    """Returns the step and the shapes of its arguments, which the function named in `program`
+    returns for a mesh.
 
     Raises:
         ValueError: there is no such file, or no such function in it, or it returns something else.
@@ -44,7 +44,8 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
 
 
 def world(sizes: str) -> AbstractMesh:
-    """The mesh that `data=256,tensor=8` describes. Raises `ValueError` where it describes none."""
+    """Returns the mesh that `data=256,tensor=8` describes. Raises `ValueError` where it describes
+    none."""
     try:
         pairs = [part.split("=") for part in sizes.split(",")]
         return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})

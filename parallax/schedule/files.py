@@ -29,7 +29,7 @@ OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3
 
 
 def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
+    """Writes the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
     or `1F4 1B2`."""
     letters = "FB" if schedule.weight is None else "FIW"
 
@@ -49,7 +49,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Read the schedule that `to_csv`, a person or torch wrote to `path`.
+    """Reads the schedule that `to_csv`, a person or torch wrote to `path`.
 
     Its cells give the chunks and their places. Files of `torch.distributed.pipelining` are read as
     the orders of their ranks' jobs: each job gets the first tick in which it can run.
@@ -78,7 +78,7 @@ def _columns(stages: int) -> list[str]:
 
 
 def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
-    """The schedule of our form."""
+    """Returns the schedule that is written in our form."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
         raise ValueError(
@@ -112,13 +112,13 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Whether a file's first row has jobs, and not the names of columns."""
+    """Returns whether a file's first row has jobs, and not the names of columns."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
-    """The schedule of torch's form: each rank's jobs in their order.
+    """Returns the schedule of torch's form: each rank's jobs in their order.
 
     A whole backward job, B, is I and then W. Of two jobs that overlap, the first runs first.
     """
@@ -131,7 +131,7 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """The jobs, with the forwards of each place numbered from 0.
+    """Returns the jobs, with the forwards of each place numbered from 0.
 
     `Schedule1F1B` of torch 2.13 numbers those of its last rank from 1.
     """
@@ -150,7 +150,7 @@ def _from_0(order: list[Job]) -> list[Job]:
 
 
 def _jobs(words: Sequence[str], where: str) -> list[Job]:
-    """The jobs of a cell's words."""
+    """Returns the jobs of a cell's words."""
     jobs = []
     for word in filter(None, map(str.strip, words)):
         match = JOB.fullmatch(word)
@@ -165,7 +165,7 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """The places of each stage's jobs, in the order of its chunks."""
+    """Returns the places of each stage's jobs, in the order of its chunks."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
@@ -184,6 +184,6 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
 
 
 def _short(cells: list[str]) -> str:
-    """Cells for a message, escaped for a terminal and cut where they are long."""
+    """Returns cells for a message, escaped for a terminal and cut where they are long."""
     text = repr(",".join(cells))
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"

@@ -21,7 +21,7 @@ class Job(NamedTuple):
 
 
 def needs(job: Job, last: int) -> Iterator[Job]:
-    """The jobs whose results a job needs; `last` is the last place of the model."""
+    """Returns the jobs whose results a job needs; `last` is the last place of the model."""
     lane, m, place = job
     if lane == "forward" and place > 0:
         yield Job("forward", m, place - 1)
@@ -37,7 +37,8 @@ def start_times(
     costs: Mapping[str, Cost],
     hop: Cost = 0,
 ) -> dict[Job, float]:
-    """The time at which each job starts if each stage runs its jobs in order, as soon as it can.
+    """Returns the time at which each job starts if each stage runs its jobs in order, as soon as it
+    can.
 
     Args:
         orders: the jobs of each stage.

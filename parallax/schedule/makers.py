@@ -23,7 +23,8 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]  # ticks and jobs, 
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, the last microbatch first: the bubble is (P-1)(F+B).
+    """Returns all forwards, then all backwards, the last microbatch first: the bubble is
+    (P-1)(F+B).
 
     Every stage holds M microbatches. It is the order in which `jax.grad` goes back through a scan
     over forward ticks (arXiv 1811.06965).
@@ -38,8 +39,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """One forward and one backward per tick: the bubble is (P-1)(F+B)/v, and memory does not depend
-    on M.
+    """Returns one forward and one backward per tick: the bubble is (P-1)(F+B)/v, and memory does
+    not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
     more, microbatches go around the ring in groups of P, and the v times smaller bubble costs v
@@ -54,7 +55,8 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B with separate I and W: the bubble is (P-1)(F+I)/v, for W runs only in full ticks.
+    """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, for W runs only in full
+    ticks.
 
     Weight gradients need no exchange, so stage s lets W lag s ticks behind I, and W runs on all
     stages in the same M v ticks. The lag costs memory: stage s holds residuals of up to
@@ -70,7 +72,7 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """P, M and v; refused with a `ValueError` where their table is too large."""
+    """Returns P, M and v; refused with a `ValueError` where their table is too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Before any array is made: a table of 10^9 cells would fill the memory.
@@ -85,8 +87,8 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
 
 
 def checked_sizes(**sizes: int) -> tuple[int, ...]:
-    """The sizes of a schedule; refused with a `ValueError` where one is not a whole number of at
-    least 1."""
+    """Returns the sizes of a schedule; refused with a `ValueError` where one is not a whole number
+    of at least 1."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise ValueError(
@@ -99,13 +101,15 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:
-    """Groups of P microbatches pass chunk 0 of all stages, then chunk 1 right behind, and so on."""
+    """Returns a schedule in which groups of P microbatches pass chunk 0 of all stages, then chunk 1
+    right behind, and so on."""
     m, c, s = np.ogrid[:M, :v, :P]
     return m // P * v * P + c * P + m % P + s, m * v + c
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
-    """The same way back from the other end; the first microbatch's loss starts it in its tick."""
+    """Returns the same way back from the other end; the first microbatch's loss starts it in its
+    tick."""
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 

@@ -21,7 +21,7 @@ URGENCY = ("backward", "forward", "weight")  # of the jobs that are ready
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W).
+    """Returns 1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W).
 
     Stage s runs P - 1 - s microbatches forward, and then alternates one forward and one backward;
     W follows I at once (arXiv 2104.04473, section 2.2).
@@ -44,8 +44,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Each stage runs I as soon as it can, else F while it holds fewer than `in_flight`
-    microbatches, by default P, else W.
+    """Returns a schedule in which each stage runs I as soon as it can, else F while it holds fewer
+    than `in_flight` microbatches, by default P, else W.
 
     With chunks, a microbatch in flight is v of them.
 
@@ -63,8 +63,8 @@ def zero_bubble(
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
-    """In each tick a stage runs a job that is ready: an I, else an F while it holds fewer than
-    `max_chunks` chunks, else a W.
+    """Returns a schedule in which, in each tick, a stage runs a job that is ready: an I, else an F
+    while it holds fewer than `max_chunks` chunks, else a W.
 
     Of several F the one at the last place runs first, of several I the earliest microbatch.
     """
@@ -104,7 +104,7 @@ def greedy(
 def from_orders(
     orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]
 ) -> Schedule:
-    """Each stage's jobs in the order given, each in the first tick in which it can run.
+    """Returns each stage's jobs in the order given, each in the first tick in which it can run.
 
     Raises:
         ValueError: a job waits for one that never runs, or that comes after it.
@@ -129,7 +129,8 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """The tables of jobs with their ticks; without `ticks`, the last job is in the last tick.
+    """Returns the tables of jobs with their ticks; without `ticks`, the last job is in the last
+    tick.
 
     Raises:
         CannotRun: a stage has two jobs of a lane in one tick.
@@ -148,12 +149,12 @@ def tables_of(
 
 
 def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
-    """The stage of each place of the model."""
+    """Returns the stage of each place of the model."""
     return {int(place): stage for (_, stage), place in np.ndenumerate(places)}
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """The jobs that need a job's result: those of which it is one of `needs`."""
+    """Returns the jobs that need a job's result: those of which it is one of `needs`."""
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

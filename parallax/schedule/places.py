@@ -13,7 +13,8 @@ Placement = Shaped[np.ndarray, "chunks stages"]
 
 
 def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
-    """The placement, which cannot be written to; refused with a `ValueError` where it is not one.
+    """Returns the placement, which cannot be written to; refused with a `ValueError` where it is
+    not one.
 
     `name` is the function that needs it.
     """
@@ -32,13 +33,14 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Chunk c of stage s at place c P + s: after the last stage the model continues at the
+    """Puts chunk c of stage s at place c P + s: after the last stage the model continues at the
     first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
-    """Two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 - s."""
+    """Returns two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 -
+    s."""
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
@@ -50,7 +52,8 @@ class Interval(NamedTuple):
 
 
 def fewest(intervals: Sequence[Interval]) -> list[int]:
-    """A slot for each interval, so that no two that overlap share one, with the fewest slots."""
+    """Returns a slot for each interval, so that no two that overlap share one, with the fewest
+    slots."""
     slots, busy, free = [0] * len(intervals), [], []
     count = 0
     # In order of their start, each with the lowest free slot: this needs the fewest slots.
@@ -68,8 +71,8 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """The slot of each job, by lane: the first lane writes it, and it is free after the last
-    lane's.
+    """Returns the slot of each job, by lane. The job of the first lane writes the slot; after the
+    job of the last lane the slot is free.
 
     Where the first lane has no job it is the lowest free slot; where another lane has none, -1.
     """

@@ -129,7 +129,7 @@ class Schedule:
     placement: Placement | None = None
 
     def __post_init__(self):
-        """Freeze the tables, then check them."""
+        """Freezes the tables, then checks them."""
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             _check_table(lane, table, np.shape(self.forward))
@@ -219,7 +219,7 @@ class Schedule:
     def makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
-        """The time of all ticks, each with an exchange, `hop`, at its end.
+        """Returns the time of all ticks, each with an exchange, `hop`, at its end.
 
         In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick
         takes the time of its most expensive job. Costs are of one microbatch through a whole stage
@@ -230,7 +230,7 @@ class Schedule:
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """The idle time of a stage in `makespan`: `makespan` less its work, M(F + B) or
+        """Returns the idle time of a stage in `makespan`: `makespan` less its work, M(F + B) or
         M(F + I + W)."""
         work = self.microbatches * self.chunks
         # Every stage has the same work, so its idle time is the same for all.
@@ -240,7 +240,7 @@ class Schedule:
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """The number of ticks in which each lane takes time, by which `makespan` adds up.
+        """Returns the number of ticks in which each lane takes time, by which `makespan` adds up.
 
         In lockstep, the ticks in which any stage runs it; per stage, those in which it is the most
         expensive job of any stage.
@@ -256,7 +256,8 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """The time of every job in one program on all devices, which exchange after each tick.
+        """Returns the time of every job in one program on all devices, which exchange after each
+        tick.
 
         The last job ends at `makespan`.
         """
@@ -278,8 +279,8 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """The time of every job if no stage waits for a tick's end, as in separate programs with
-        messages.
+        """Returns the time of every job if no stage waits for a tick's end, as in separate programs
+        with messages.
 
         Each stage keeps the order of its tables and starts a job once it is free and the input has
         arrived, `hop` after it left the stage before. With `hop=0` no job is later than in
@@ -421,13 +422,14 @@ class Schedule:
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Of one chunk of one microbatch, by lane."""
+        """Returns the times of one chunk of one microbatch, by lane."""
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """The stretches of ticks over which the same lanes run; `runs` says by name where, [ticks]."""
+    """Returns the stretches of ticks over which the same lanes run; `runs` says by name where,
+    [ticks]."""
     table = np.stack(list(runs.values()), axis=1)
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
     lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
@@ -435,12 +437,13 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """`3`, or `3.1` where stages have more than one chunk."""
+    """Returns `3`, or `3.1` where stages have more than one chunk."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
 def backward_cost(schedule: Schedule, backward: Cost | None) -> Cost:
-    """`backward`; by default 1 where W is a job of its own, and 2 where a backward job is both."""
+    """Returns the cost `backward`; by default 1 where W is a job of its own, and 2 where a backward
+    job is both."""
     if backward is not None:
         return backward
     return 2 if schedule.weight is None else 1
@@ -453,7 +456,7 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 
 
 def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Refuse an array that is not a table of jobs of this shape."""
+    """Refuses an array that is not a table of jobs of this shape."""
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
@@ -475,7 +478,7 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Refuse a schedule that cannot run."""
+    """Refuses a schedule that cannot run."""
     if not schedule.microbatches:
         raise ValueError(
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
@@ -511,7 +514,8 @@ def _check(schedule: Schedule) -> None:
 
 
 def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """The reason why a job runs too early, or in lockstep too late, after one in this tick."""
+    """Returns the reason why a job runs too early, or in lockstep too late, after one in this
+    tick."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
@@ -525,14 +529,15 @@ def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """The refusal of a job at a place of the model, with its tick and its stage."""
+    """Returns the refusal of a job at a place of the model, with its tick and its stage."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """The tick of every job of `lane`, by microbatch and place of the model: each runs once."""
+    """Returns the tick of every job of `lane`, by microbatch and place of the model: each runs
+    once."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)

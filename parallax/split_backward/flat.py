@@ -61,12 +61,12 @@ class Loop(NamedTuple):
     body: Flat
 
     def inits(self) -> range:
-        """The places of the carries among the operands."""
+        """Returns the places of the carries among the operands."""
         return range(self.consts, self.consts + self.carries)
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """The program, flat."""
+    """Returns the program, flat."""
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
     )
@@ -77,7 +77,7 @@ def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
 
 
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """The program's results; no call is left in the trace."""
+    """Returns the program's results; no call is left in the trace."""
     jaxpr = opened(program)
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -94,8 +94,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """The values of variables and literals, as JAX's arrays: a constant of the traced function may
-    be NumPy's."""
+    """Returns the values of variables and literals, as JAX's arrays: a constant of the traced
+    function may be NumPy's."""
 
     def value(atom):
         if is_literal(atom):
@@ -107,7 +107,7 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 
 
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
-    """The results of one equation of a program, which keeps its line and its scope."""
+    """Returns the results of one equation of a program, which keeps its line and its scope."""
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -116,13 +116,13 @@ def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
 
 
 def variables_of(atoms: Sequence[Any]) -> list[Any]:
-    """The operands that are no literals."""
+    """Returns the operands that are no literals."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """The values, which XLA may not join with what computes them. A barrier makes its results vary
-    alike: one for each type."""
+    """Returns the values, which XLA may not join with what computes them. A barrier makes its
+    results vary alike: one for each type."""
     results = list(values)
     for kind in dict.fromkeys(map(varying_axes, values)):
         places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
@@ -134,7 +134,7 @@ def barrier(values: Sequence[Any]) -> list[Any]:
 
 
 def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[int]], set[Any]]:
-    """What these results of a program need.
+    """Returns the operands that these results of a program need.
 
     Returns:
         Of each equation that counts, by its place, the results that count; and all variables that
@@ -152,8 +152,8 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
-    """The results of an equation that must be made for these ones, and the places of the operands
-    that they need."""
+    """Returns the results of an equation that must be made for these ones, and the places of the
+    operands that they need."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):
         return results, set(results)
@@ -170,17 +170,17 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether an equation passes its operands on as they are, each as one result."""
+    """Returns whether an equation passes its operands on as they are, each as one result."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def size(variables: Collection[Any]) -> int:
-    """Bytes of these values."""
+    """Returns the bytes of these values."""
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 
 def primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """The names of an equation's operations, of all that are inside."""
+    """Returns the names of an equation's operations, of all that are inside."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
         for each in every(jaxpr):
@@ -188,7 +188,7 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """The one program among an equation's parameters, with the constants that it was traced
+    """Returns the one program among an equation's parameters, with the constants that it was traced
     with."""
     (program,) = closed(eqn.params)
     return program

@@ -1,10 +1,11 @@
 """A backward pass in two halves: I makes the cotangents of the inputs, W goes on from there to the
 gradients of the weights.
 
-A value that only W needs is computed in W if it is a product, or follows one, or if it would make
-what I hands to W larger. All other values are computed in I, such as the sums over tokens that are
-a bias' gradient. W computes again what is cheap and needs nothing that I made; no product is
-computed twice. A scan becomes two: the first stacks, trip by trip, what the second reads.
+W computes a value that only W needs if the value is a product or depends on one, or if I would
+otherwise hand more bytes to W. All other values are computed in I, such as the sums over tokens
+that are a bias' gradient. W computes again what is cheap and needs nothing that I made; no product
+is computed twice. A scan becomes two scans: in each trip the first one stacks the values that the
+second one reads.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can
 be cut out of any traced program, as dead code is, is ours.
@@ -54,7 +55,7 @@ CHEAP |= {
 def split(
     backward: ClosedJaxpr, *, cotangents: int, inputs: int
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """The two halves of a backward pass.
+    """Returns the two halves of a backward pass.
 
     Args:
         backward: takes so many `cotangents`, and then what both halves may read. Returns the
@@ -102,7 +103,7 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """The variables that the step reads in this half."""
+        """Returns the variables that the step reads in this half."""
         places: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             places = self.loop.reads(half)
@@ -111,7 +112,7 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in places])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Add the step's results to `values`; a scan runs as its `CutLoop` says instead."""
+        """Adds the step's results to `values`; a scan runs as its `CutLoop` says instead."""
         if is_barrier(self.eqn):
             held = barrier(read([self.eqn.invars[i] for i in self.places], values))
             values.update(zip((self.eqn.outvars[i] for i in self.places), held, strict=True))
@@ -147,8 +148,8 @@ class Cut(NamedTuple):
         )
 
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
-        """These results, and the arrays for the second half. `arguments` has those that the first
-        half reads."""
+        """Returns these results, and the arrays for the second half. `arguments` has those that the
+        first half reads."""
         values, of_scans = self.program.constants | arguments, []
         # The arrays of loops come last, in the order of the steps, as `run_second` reads them.
         for step in self.first:
@@ -161,8 +162,8 @@ class Cut(NamedTuple):
     def run_second(
         self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]
     ) -> list[Any]:
-        """These results, from the arguments that the second half reads and the arrays from the
-        first."""
+        """Returns these results, from the arguments that the second half reads and the arrays from
+        the first."""
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
@@ -195,7 +196,7 @@ class CutLoop(NamedTuple):
     results: tuple[frozenset[int], frozenset[int]]
 
     def reads(self, half: int) -> set[int]:
-        """The places of the operands that a half needs."""
+        """Returns the places of the operands that a half needs."""
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
@@ -206,7 +207,7 @@ class CutLoop(NamedTuple):
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
-        """Add the first half's results to `values`. Returns what the second half needs of it,
+        """Adds the first half's results to `values`. Returns what the second half needs of it,
         [trips, ...] each."""
 
         def one_trip(arguments, _):
@@ -215,7 +216,7 @@ class CutLoop(NamedTuple):
         return self._run(eqn, values, 0, one_trip, ())
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
-        """Add the second half's results to `values`."""
+        """Adds the second half's results to `values`."""
 
         def one_trip(arguments, handed):
             return self.trip.run_second(arguments, handed, sorted(self.results[1])), []
@@ -262,8 +263,8 @@ def _cut(
     made: set[Any],
     late: Collection[Any] = (),
 ) -> Cut:
-    """The program in two halves: the first makes the results `first`, the second the results
-    `second`.
+    """Returns the program in two halves: the first makes the results `first`, the second the
+    results `second`.
 
     Args:
         program: the whole.
@@ -350,7 +351,8 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """A scan in two. A result that is stacked is the first half's if that makes it anyway."""
+    """Returns a scan in two. A result that is stacked is the first half's if that makes it
+    anyway."""
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
     late_inside = {
         inside
@@ -377,7 +379,8 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """The steps of a half, and all variables that it needs: those from `elsewhere` among them."""
+    """Returns the steps of a half, and all variables that it needs: those from `elsewhere` among
+    them."""
     chosen = []
     for step, runs_in in reversed(plan):
         wanted = needed & set(step.eqn.outvars) - elsewhere

@@ -78,7 +78,7 @@ def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
 
 
 def _scaled(scaling: Scaling | None) -> dict[str, Any]:
-    """As version 4 of transformers writes it, which all versions read."""
+    """Returns the fields as version 4 of transformers writes it, which all versions read."""
     if scaling is None:
         return {"rope_scaling": None}
     factors = {theirs: getattr(scaling, ours) for theirs, ours in SCALED.items()}
