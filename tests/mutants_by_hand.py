@@ -1128,8 +1128,8 @@ RUN = (
     ),
     Mutant(
         "take",
-        "fallback_to_soft=False",
-        "fallback_to_soft=True",
+        "error.errno in WITHOUT_LOCKS",
+        "error.errno == errno.EBADF",
         "test_lock.py::test_a_file_system_without_locks_is_told",
     ),
     Mutant(
