@@ -27,8 +27,9 @@ from jax.sharding import PartitionSpec as P
 from drawn_digits import draw
 from parallax import grads, mesh, rules, step
 
-STEPS, BATCH = 60, 64
-MOMENTUM = 0.9  # of the running statistics
+STEPS, BATCH = 120, 64
+COMPARED = 60  # steps: later, rounding has grown until the runs go apart
+MOMENTUM = 0.8  # of the running statistics
 
 
 class Statistics(NamedTuple):
@@ -177,7 +178,7 @@ def gradient_function(all_mean):
     return grad
 
 
-def train(devices, all_mean):
+def train(devices, all_mean, steps):
     """The losses of all steps, and the trained model."""
     optimizer = optax.adam(1e-2)
     grad = grads.averaged(gradient_function(all_mean), "data")
@@ -192,7 +193,7 @@ def train(devices, all_mean):
     train_step = eqx.filter_jit(train_step, donate="all")
 
     losses = []
-    for i in range(STEPS):
+    for i in range(steps):
         batch = jax.tree.map(jnp.asarray, draw(BATCH, seed=i))
         state, info = jax.block_until_ready(train_step(state, batch))
         losses.append(float(info.loss))
@@ -221,13 +222,13 @@ if __name__ == "__main__":
     one_device = mesh.make(data=1, devices=jax.devices()[:1])
     eight = mesh.make(data=8)
 
-    expected, _ = train(one_device, over_devices)
-    losses, model = train(eight, over_devices)
-    local, _ = train(eight, own_rows)
+    expected, _ = train(one_device, over_devices, COMPARED)
+    losses, model = train(eight, over_devices, STEPS)
+    local, _ = train(eight, own_rows, COMPARED)
 
-    for i in (0, 9, STEPS - 1):
+    for i in (0, 9, COMPARED - 1):
         print(f"step {i + 1:2}  one device {expected[i]:.5f}  eight {losses[i]:.5f}")
     for name, other in {"over devices": losses, "of own rows": local}.items():
-        difference = np.abs(other - expected).max()
+        difference = np.abs(other[:COMPARED] - expected).max()
         print(f"statistics {name}: largest difference {difference:.1e}")
     print(f"test accuracy with the running statistics: {accuracy(model):.1%}")

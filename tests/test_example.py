@@ -209,7 +209,7 @@ def test_the_plan_stands_before_the_first_step(finished):
         assert said in plan
     assert max(map(len, plan.splitlines())) <= 120
     assert re.search(
-        r"^step 3: loss (\S+), on one device (\S+): difference \d\.\de-\d\d$", plan, re.MULTILINE
+        r"^step 3: loss (\S+), on one device (\S+): difference \d\.\de[-+]\d\d$", plan, re.MULTILINE
     )
     for said in (
         "step 6/6",

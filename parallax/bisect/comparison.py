@@ -217,7 +217,7 @@ def _described(
     numbers = np.nan, np.nan
     if right.shape == wrong.shape and right.size:
         off_by = np.abs(np.asarray(wrong, np.float64) - right)
-        off_by[np.isnan(off_by)] = np.inf
+        off_by = np.where(np.isnan(off_by), np.inf, off_by)
         index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
         numbers = float(right[index]), float(wrong[index])
     microbatch = None
