@@ -78,7 +78,7 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the only jaxpr of an equation, if it maps the operands to the results; else None.
+    """Returns the only jaxpr of an equation, if it takes and returns as many values; else None.
 
     The equations of `jit` and `checkpoint` have such a jaxpr.
     """

@@ -112,7 +112,7 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
-    # The sums have no name for `remat`: to recompute them would recompute the products too.
+    # The sums get no name, by which `remat` would compute them again: that repeats the products.
     if matmul_reduce_scatter is None:
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:

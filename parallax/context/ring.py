@@ -208,7 +208,7 @@ def _backward(ring: _Ring, residuals, ct):
 
 
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
-    """Returns the kernel's function `f` of the pairs of each chunk with itself, [c, B, ...].
+    """Returns a function that applies the kernel `f` to each chunk with itself, [c, B, ...].
 
     The c chunks are passed to the kernel as one larger batch.
     """

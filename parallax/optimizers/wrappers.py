@@ -155,6 +155,7 @@ class _Way(NamedTuple):
 def _on_owners(
     optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
 ) -> optax.GradientTransformationExtraArgs:
+    """Returns `optimizer` on the owners of leaves; `leads` and `apart` are those of `_Owners`."""
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
     # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
     checked_update = right_on_shards(owners.update, at="optimizers")

@@ -45,7 +45,8 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
     more, microbatches go around the ring in groups of P, and the v times smaller bubble costs v
     times as many exchanges (arXiv 2104.04473). Where M is no multiple of P, the empty places of the
-    last group add (P - M mod P)(v-1)(F+B)/v. Ticks, where it is one: M v + (v+1)P - 2.
+    last group add (P - M mod P)(v-1)(F+B)/v. Where it is one, there are
+    M v + (v+1)P - 2 ticks.
 
     Raises:
         ValueError: as for `gpipe`.

@@ -66,7 +66,7 @@ def greedy(
     """Returns a schedule in which, in each tick, a stage runs a job that is ready: an I, else an F
     while it holds fewer than `max_chunks` chunks, else a W.
 
-    Of several F the one at the last place runs first, of several I the earliest microbatch.
+    Of several F or I the earliest microbatch runs first, which has come the furthest.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -78,7 +78,7 @@ def greedy(
     begin = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
         for job in begin:
-            # A later place comes first: its microbatch is nearer to its backward pass.
+            # Of one microbatch a later place comes first: it is nearer to the backward pass.
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
         # What becomes ready in this tick starts in the next one at the earliest.
         begin, before = [], left
