@@ -355,6 +355,16 @@ def test_a_record_is_saved_and_read(tmp_path):
     assert found.program_slice is None
 
 
+@pytest.mark.parametrize("wrong", [2.0, np.nan])
+def test_one_number_that_differs_is_described(wrong):
+    def run(factor):
+        return (lambda x: bisect.tap(factor * x, "loss", P())), (jnp.ones(()),)
+
+    found = first(lambda: run(1.0), lambda: run(wrong))
+    assert (str(found.key), found.index) == ("loss", ())
+    np.testing.assert_equal((found.right, found.wrong), (1.0, wrong))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("more", "few"), [("float64", "float32"), ("float32", "bfloat16")])
 def test_few_bits_have_bounds_of_their_own(more, few):

@@ -34,7 +34,8 @@ def diagnose(
     """
     if right.shape != wrong.shape:
         return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"
-    right, wrong = right.astype(np.float64), wrong.astype(np.float64)
+    # NumPy makes numbers, and no arrays, of sums and products of arrays without a dim.
+    right, wrong = (np.atleast_1d(x.astype(np.float64)) for x in (right, wrong))
     if np.isnan(wrong).any() and not np.isnan(right).any():
         return f"not a number, or not computed, at {np.isnan(wrong).mean():.0%} of the places"
     if differs:

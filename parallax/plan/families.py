@@ -30,17 +30,17 @@ class Layer(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Returns the number of elements of the last matrix, D F."""
+        """The number of elements of the last matrix, D F."""
         return self.width * self.hidden
 
     @property
     def weights(self) -> int:
-        """Numbers of all matrices of the layer."""
+        """The number of elements of all matrices of the layer."""
         return 2 * self.width * (self.queries + self.keys) + (self.inputs + 1) * self.last
 
     @property
     def column_parallel(self) -> int:
-        """Numbers that the products of the column-parallel layers have for a token."""
+        """How many numbers the products of the column-parallel layers have for a token."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
