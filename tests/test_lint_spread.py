@@ -564,7 +564,7 @@ ATTENTIONS = [
 def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
     (finding,), attend = attending(case)
     assert finding.where == line_of_the_mistake(attend)
-    assert "it makes 4 heads, as many as the whole has, on each of 4 devices" in finding.harm
+    assert "Each of 4 devices still makes all 4 heads, so each head is narrower" in finding.harm
 
 
 @pytest.mark.parametrize("qk_size", [4, 8])

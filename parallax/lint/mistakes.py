@@ -220,9 +220,9 @@ def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Findi
     return Finding(
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
-        f"its targets are its inputs, one token later, so its tokens stand in the order of the "
-        f"text, and the program takes them to be split over {named(axes)} in another: each of "
-        f"{size} devices masks and numbers the tokens of other places.",
+        f"the targets are the inputs, one token later, so the tokens are in the order of the text. "
+        f"The program expects them in the order of its split over {named(axes)}: each of {size} "
+        "devices masks and numbers its tokens as if they were others.",
         f"Reorder inputs and targets first: context.split(tokens, {size}). Or pass "
         "order=context.contiguous to every function of context.",
     )
@@ -233,9 +233,9 @@ def fixed_number_of_heads(heads: int, axes: frozenset[str], size: int, where: st
     return Finding(
         "fixed-number-of-heads",
         where,
-        f"the projections of an eqx.nn.MultiheadAttention are split over {named(axes)}, and it "
-        f"makes {heads} heads, as many as the whole has, on each of {size} devices: each is "
-        "narrower than in the whole model.",
+        f"the projections of an eqx.nn.MultiheadAttention are split over {named(axes)}. Each of "
+        f"{size} devices still makes all {heads} heads, so each head is narrower than in the whole "
+        "model.",
         "Use projections by tensor.ColumnLinear and tensor.RowLinear, and an attention that reads "
         "the number of its heads from its arrays.",
     )
