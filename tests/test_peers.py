@@ -73,7 +73,10 @@ class Members:
         time.sleep(1.5)  # each has written its phase
 
     def said(self, rank):
-        return self.started[rank].communicate(timeout=120)[0]
+        # `communicate` would leave out what `readline` has read ahead into its buffer.
+        said = self.started[rank].stdout.read()
+        self.started[rank].wait(120)
+        return said
 
     def pid(self, rank):
         return self.started[rank].pid

@@ -2,10 +2,12 @@
 what was to be stored."""
 
 import errno
+import gc
 import os
 import re
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import jax
@@ -63,6 +65,10 @@ def _quick(monkeypatch, faults):
     monkeypatch.setattr(writer, "PAUSE", 0.001)
     yield
     faults.folder = ""
+    with warnings.catch_warnings():
+        # Coroutines that Orbax left: collected later, they would warn in a test of something else.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
 
 
 def state_of(step):
