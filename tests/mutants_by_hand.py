@@ -465,6 +465,12 @@ LAYERS = (
         "test_lint_rules.py -k fixed_number_of_heads",
     ),
     Mutant(
+        "row_axes_beside_the_batch",
+        "[axis for axis in axes if axis not in batch_axes]",
+        "[*axes]",
+        "test_lint_rules.py -k stacked_gates",
+    ),
+    Mutant(
         "_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"
     ),
     Mutant(

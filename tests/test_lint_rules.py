@@ -151,6 +151,30 @@ def test_attention_with_a_fixed_number_of_heads(stacked, dtype):
     assert lint.rules(model, shares, mesh.abstract(data=2)) == []
 
 
+@pytest.mark.parametrize("cell", [eqx.nn.LSTMCell, eqx.nn.GRUCell])
+@pytest.mark.parametrize("layers", [0, 3])
+def test_cells_of_stacked_gates_are_not_split_by_rows(cell, layers):
+    def make():
+        made = lambda key: {"cell": cell(8, 4, key=key)}
+        return (
+            eqx.filter_vmap(made)(jax.random.split(jax.random.key(0), layers))
+            if layers
+            else made(jax.random.key(0))
+        )
+
+    model, devices = eqx.filter_eval_shape(make), mesh.make(data=2, tensor=4)
+    dims = [None] * bool(layers)
+    split = rules.match("cell.weight_*", P(*dims, "tensor"))
+    whole = rules.match("**", P())
+    (finding,) = lint.rules(model, rules.first(split, whole), devices)
+    assert (finding.kind, finding.where) == ("parts-of-a-split-dim", "cell")
+    assert f"the rows of this eqx.nn.{cell.__name__} are split over ['tensor']" in finding.harm
+    columns = rules.match("cell.weight_*", P(*dims, None, "tensor"))
+    assert lint.rules(model, rules.first(columns, whole), devices) == []
+    shares = rules.fsdp("data", size=2, min_size=1)  # gathered before they are used
+    assert lint.rules(model, shares, mesh.abstract(data=2)) == []
+
+
 def test_too_many_bytes(devices):
     rule = rules.first(rules.match("a.*", P(None, "tensor")), rules.match("**", P()))
     held = 6 * 8 * 4 // 2 + 8 * 16 * 4 // 2 + 8 * 4 + 4

@@ -469,6 +469,35 @@ def test_recurrent_cells_by_rows_are_found(cell, step_of):
     assert {each.kind for each in cell_over_tokens(cell, step_of)} == {PARTS}
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_cell_by_rows_whose_shapes_do_not_fit_is_named(bias):
+    """JAX's own words name two shapes, and not what was split."""
+    world = mesh.make(**SIZES)
+    make = lambda: {"cell": eqx.nn.LSTMCell(WIDTH, 8, key=key(0)), "scale": jnp.ones(8)}
+    names = ("weight_ih", "weight_hh", "bias")[: 2 + bias]
+    rule = rules.first(
+        *(rules.match(f"cell.{name}", P("tensor")) for name in names), rules.match("**", P())
+    )
+
+    def loss(model, x):
+        zeros = jnp.zeros_like(x[0], shape=8)
+        return jnp.mean(
+            jax.vmap(lambda row: model["cell"](row, (zeros, zeros))[0] * model["scale"])(x)
+        )
+
+    def found(rule):
+        state, specs = step.init(make, OPTIMIZER, rule, world)
+        train = step.make(grads.averaged(eqx.filter_value_and_grad(loss), "data"), OPTIMIZER)
+        mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
+        with jax.numpy_dtype_promotion("standard"):
+            return lint.program(mapped, state, jnp.ones((8, WIDTH)))
+
+    (finding,) = found(rule)
+    assert (finding.kind, finding.where) == (PARTS, "0.model.cell")
+    assert "the rows of this eqx.nn.LSTMCell are split over ['tensor']" in finding.harm
+    assert found(rules.match("**", P())) == []
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_models_of_users_are_silent(name, way):

@@ -14,6 +14,7 @@ from parallax.lint import values
 from parallax.lint.finding import Finding, report
 from parallax.lint.fixed_heads import narrower_heads
 from parallax.lint.reading import Reading
+from parallax.lint.stacked_gates import split_by_sharding
 from parallax.lint.token_order import unsplit_tokens
 
 
@@ -61,6 +62,7 @@ def program(
       groups of which a device has one element each.
     * `parts-of-a-split-dim`: slices of such a dim that are joined with each other: those of a
       fused matrix that is split by its outputs, or of the stacked gates of an `eqx.nn.LSTMCell`.
+      If shapes do not fit and a placed cell is split by rows, this is the only finding.
     * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim:
       dropout with one mask per block.
     * `counted-on-a-device`: a value made of 0, 1, 2, ... on each device meets a split dim:
@@ -106,6 +108,12 @@ def program(
         jaxpr = f if isinstance(f, ClosedJaxpr) else eqx.filter_make_jaxpr(f)(*args)[0]
     except pipeline.Misused as error:
         return [Finding(error.kind, error.where, error.harm, error.cure)]
+    except TypeError:
+        # JAX names two shapes that do not fit, and not the layer that was split.
+        # The optimizer's state holds cells too, with the same specs: the first finding tells all.
+        if found := [*split_by_sharding(args)]:
+            return found[:1]
+        raise
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
     of_arguments = (*unsplit_tokens(jaxpr, args), *narrower_heads(jaxpr, args))

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from parallax._typing import PyTree, Specs
+from parallax.lint import stacked_gates
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import audit, match, paths
@@ -40,6 +41,8 @@ def rules(
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an
       axis that does not split the batch. The number of its heads is static, so a shard computes as
       many heads as the whole, each narrower.
+    * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over such an
+      axis. Its gates are stacked, so a shard has rows of some of the gates.
     * `too-many-bytes`: more than `limit` bytes on a device. All devices have as many, since a split
       dim divides by its axes.
 
@@ -65,6 +68,12 @@ def rules(
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
     findings += _fixed_heads(tree, specs, batch_axes)
+
+    def row_axes_beside_the_batch(path, weight):
+        axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
+        return [axis for axis in axes if axis not in batch_axes]
+
+    findings += stacked_gates.split_cells(tree, row_axes_beside_the_batch)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
     if not refusals:  # a refused spec may use an axis
         idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]

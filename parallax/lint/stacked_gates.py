@@ -1,0 +1,63 @@
+"""Recurrent cells of Equinox whose weights are split by rows.
+
+The rows of a cell's weights are its gates, one after another. So a device's rows are of some of the
+gates, and not of some hidden units.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from parallax.lint.finding import Finding
+from parallax.trees import dotted, entry_axes
+
+WEIGHTS = ("weight_ih", "weight_hh")  # [gates * hidden units, inputs], after dims of stacked layers
+
+
+def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iterator[Finding]:
+    """Yields a finding for each `eqx.nn.LSTMCell` and `eqx.nn.GRUCell` in `tree` whose rows are
+    split.
+
+    Args:
+        axes_of: from a weight's path and the weight to the axes that split its rows.
+    """
+    for path, cell in jax.tree.leaves_with_path(tree, is_leaf=_is_cell):
+        if not _is_cell(cell):
+            continue
+        prefix = dotted(path)
+        paths = {name: f"{prefix}.{name}".removeprefix(".") for name in WEIGHTS}
+        axes = {axis for name in WEIGHTS for axis in axes_of(paths[name], getattr(cell, name))}
+        if axes:
+            yield Finding(
+                "parts-of-a-split-dim",
+                prefix or "the model",
+                f"the rows of this eqx.nn.{type(cell).__name__} are split over {sorted(axes)}. "
+                "They are its gates, one after another, so a device has rows of some of the gates.",
+                "Keep the cell whole, or use a matrix for each gate and split its hidden units.",
+            )
+
+
+def split_by_sharding(tree: Any) -> Iterator[Finding]:
+    """Yields the findings of `split_cells` for arrays that are placed on a mesh already."""
+
+    def axes_of(_, weight):
+        sharding = getattr(weight, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return ()
+        axes = row_axes(sharding.spec, weight.ndim)
+        return [axis for axis in axes if sharding.mesh.shape[axis] > 1]
+
+    return split_cells(tree, axes_of)
+
+
+def row_axes(spec: PartitionSpec, ndim: int) -> tuple[str, ...]:
+    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims."""
+    return entry_axes(spec[ndim - 2]) if len(spec) >= ndim - 1 else ()
+
+
+def _is_cell(node: Any) -> bool:
+    """Returns whether a node of a model is a cell with stacked gates."""
+    return isinstance(node, eqx.nn.LSTMCell | eqx.nn.GRUCell)
