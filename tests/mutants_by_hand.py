@@ -465,7 +465,7 @@ LAYERS = (
         "test_lint_rules.py -k fixed_number_of_heads",
     ),
     Mutant(
-        "row_axes_beside_the_batch",
+        "rules",
         "[axis for axis in axes if axis not in batch_axes]",
         "[*axes]",
         "test_lint_rules.py -k stacked_gates",
