@@ -58,6 +58,7 @@ def grouped(
             f"got k and v with {G}. On a device that has some of the heads, pick the groups that "
             "they attend to."
         )
+    # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))

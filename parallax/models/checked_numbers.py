@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 from parallax.models.files.json_file import short
 
 LARGEST = 2**31 - 1  # the largest int32
-LARGEST_MULTIPLE = 2**20
+LARGEST_MULTIPLE = 2**20  # of `vocabulary_multiple`: more would be padding only
 
 
 class Bound(NamedTuple):
-    """The numbers that a field may have, and their name in an error."""
+    """The numbers that a field may have.
+
+    Attributes:
+        text: their description in an error.
+        holds: whether a number is one of them; it must be false for nan.
+    """
 
     text: str
     holds: Callable[[float], bool]
@@ -29,7 +34,7 @@ class Checked(NamedTuple):
     Each method raises `ValueError` with a sentence that names the field.
 
     Attributes:
-        name: of the configuration, for errors: "gpt2.Config".
+        name: the name of the configuration in errors, such as "gpt2.Config".
         config: the configuration.
     """
 
@@ -77,5 +82,7 @@ class Checked(NamedTuple):
 
 def divisor(number: int, most: int) -> int:
     """Returns the largest divisor of `number` that is not above `most`."""
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return max(n for n in (*low, *(number // n for n in low)) if n <= most)
+    small_divisors = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    # Each divisor above the square root is `number` divided by one below it.
+    divisors = (*small_divisors, *(number // n for n in small_divisors))
+    return max(n for n in divisors if n <= most)

@@ -1,5 +1,5 @@
-"""A decoder's train step over data x stage x context x tensor: its state, made in place, and the
-compiled step.
+"""A decoder's compiled train step over data x stage x context x tensor, and the function that makes
+its state on the devices that keep it.
 
     options = {"batch": 64, "key": jax.random.key(0)}
     made = decoder.train_step(
@@ -8,8 +8,8 @@ compiled step.
     state = made.init()
     state, info = made.train(state, windows)
 
-`models.recipe` composes the loss and the gradients, `models.family` says what a model is, and
-`layout` what is split.
+`models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
+model, a `Layout` the sizes of the axes, and a `Compute` all other choices.
 """
 
 import dataclasses
@@ -54,7 +54,9 @@ __all__ = [
 
 @runtime_checkable
 class Train(Protocol):
-    """A compiled step, as `jax.jit` makes it: it donates the state."""
+    """A compiled step, as `jax.jit` makes it. It donates the state, which the caller must not use
+    again.
+    """
 
     def __call__(
         self,
@@ -68,8 +70,8 @@ class Train(Protocol):
         ...
 
     def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None, /) -> Any:
-        """Returns the program for these arrays, or shapes with shardings, to `compile()`: a
-        `jax.stages.Lowered`.
+        """Returns the program for these arrays, or for shapes with shardings, as a
+        `jax.stages.Lowered`, which has a method `compile`.
         """
         ...
 
@@ -79,20 +81,22 @@ class TrainStep(NamedTuple):
     computed yet.
 
     Attributes:
-        init: makes the state in its place: no device ever holds the whole. `init(model)` starts
-            from the weights of that model, whole, in the host's memory or on one device, such as
-            one that `gpt2.load` gives; each process has it.
-        shapes: its `jax.ShapeDtypeStruct`s, with their shardings, to compile for and to plan with.
+        init: makes each part of the state on its devices, so no device ever holds the whole state.
+            `init(model)` starts from the weights of a whole model, such as one from `gpt2.load`,
+            in the host's memory or on one device. Each process must have that model.
+        shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings, to compile for and
+            to plan with.
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
-            it donates the state. With weights, [batch, T], the loss is the mean over the tokens
-            that they weigh: 0 leaves one out. A loss above `limit`, a scalar, changes nothing.
-        specs: of the state's arrays.
+            it donates the state. With weights, [batch, T], the loss is the weighted mean over the
+            targets; a weight of 0 leaves a target out. If the loss is above `limit`, a scalar, the
+            step changes nothing.
+        specs: the specs of the state's arrays.
         local: the step on local blocks, `(state, batch, limit) -> (state, info)` of a `Batch`,
-            before it is mapped over the mesh and compiled; for another wrapper than `mesh.spmd`,
-            such as `on_islands.train_step`.
-        keys: from the step's number and the sequences of the global batch to a random key for each
-            of them, or to None.
-        batch: sequences in the global batch.
+            before it is mapped over the mesh and compiled. It is for wrappers other than
+            `mesh.spmd`, such as `on_islands.train_step`.
+        keys: a function from the step's number, and optionally the number of sequences, to a random
+            key for each sequence of the global batch; it returns None without dropout.
+        batch: the number of sequences in the global batch.
         setup: the decoder, its layout and how it computes.
     """
 
@@ -117,8 +121,8 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """Returns a decoder over data x stage x context x tensor: the step
-    `(state, windows) -> (state, info)`, and how its state is made.
+    """Returns the train step `(state, windows) -> (state, info)` of a decoder over data x stage x
+    context x tensor, and the function that makes its state.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not.
     The weights and the dropout masks come from `key` and from logical positions, so every layout
@@ -128,19 +132,19 @@ def train_step(
         family: the kind of decoder, such as `gpt2.FAMILY`.
         config: the model's sizes.
         optimizer: one that acts element by element, or one of `parallax.optimizers`.
-        layout: the sizes of the axes, and what is split, shortened or computed again; with stages,
-            the blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L,
-            ...] again.
-        mesh: its mesh, as `mesh.make(**layout.axes)` makes it; it may have more axes, such as that
-            of islands.
-        batch: sequences in the global batch.
+        layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
+            blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L, ...]
+            again.
+        mesh: the mesh of the layout, `mesh.make(**layout.axes)`. It may have more axes, such as
+            that of islands.
+        batch: the number of sequences in the global batch.
         key: the seed of the run.
         compute: how the model computes.
 
     Raises:
         ValueError: the layout does not divide the model or the batch, or is not the mesh's;
-            `compute.axes` names another axis; or a context axis splits the tokens, and the
-            attention does not go over it.
+            `compute.axes` names an axis that the layout lacks; or a context axis splits the tokens,
+            and the attention is over each device's own tokens only.
     """
     layout.check(config.sizes | {"batch": batch})
     _check(family, layout, mesh, compute)
@@ -150,9 +154,13 @@ def train_step(
     functions, compose = recipe.functions_of(setup), compute.grad_of or recipe.grad_of
 
     def grad_of(scale):
+        """Returns the gradient function of the loss times `scale`, or of the loss itself if `scale`
+        is None.
+        """
         grad = compose(functions, setup, scale)
 
         def weighted_grad(model, batch):
+            """Returns the loss and the gradients for a batch with normalised weights."""
             return grad(model, recipe.weighted(batch, setup))
 
         return decoder_taps.gradients(weighted_grad, specs)
@@ -168,6 +176,7 @@ def train_step(
     )
 
     def keys(number, sequences=batch):
+        """Returns the random keys of the sequences at step `number`, or None without dropout."""
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)
@@ -185,10 +194,10 @@ def _planned_state(
     key: Key[Array, ""],
     compute: Compute,
 ) -> tuple[Planned, Specs]:
-    """Returns the state of a step, and the specs of the shards that gradients and optimizer work
-    on.
+    """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    They work on shards where the state is split, whether or not the parameters are.
+    Under ZeRO-1 and ZeRO-2 these specs split more than the specs of the parameters do, as those of
+    the optimizer's state.
     """
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
     rule, state_rule = recipe.rules_of(family, layout)
@@ -208,6 +217,8 @@ def _planned_state(
     )
 
     def init(model=None):
+        """Returns the state, with new weights, or with those of a `model` whose blocks are [L,
+        ...]."""
         return state.init() if model is None else state.init(split_blocks(model))
 
     return state._replace(init=init), rules.specs(state.shapes.model, state_rule, mesh)
@@ -224,27 +235,29 @@ def compiled(
     info_spec: P = P(),  # noqa: B008
     options: int = 1,
 ) -> Train:
-    """Returns the compiled step of a local one: it donates the state.
+    """Returns the step `local`, mapped over the mesh and compiled. It donates the state.
 
     Args:
-        local: `(state, batch, *options) -> (state, info)`, of a `Batch`.
-        shapes: of the state that it changes; leaves that are no arrays are those of the state.
-        specs: of the state's arrays.
+        local: the step on local blocks, `(state, batch, *options) -> (state, info)` of a `Batch`.
+        shapes: the shapes of the state; its leaves that are not arrays become part of the program.
+        specs: the specs of the state's arrays.
         mesh: the mesh.
-        keys: from the step's number to the random keys of the global batch, or to None.
+        keys: a function from the step's number to the random keys of the global batch, or None.
         batch_spec: the spec of the batch.
         info_spec: the spec of the loss and the norm.
-        options: the number of its options, each the same on all devices, or None.
+        options: the number of options of `local`. Each is the same on all devices; one that the
+            caller leaves out is None.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
     step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
     static = eqx.filter(shapes, meshes.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(arrays, windows, weights=None, *chosen):
-        chosen = (*chosen, *(None,) * (options - len(chosen)))
+    def train(arrays, windows, weights=None, *given):
+        """Returns the new arrays of the state, and the step's info."""
+        all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
-            eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *chosen
+            eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *all_options
         )
         return eqx.filter(new, meshes.is_array), info
 
@@ -252,7 +265,12 @@ def compiled(
 
 
 class _TrainArrays(NamedTuple):
-    """A `Train` of a state that holds other things than arrays: they stay as they are."""
+    """A `Train` for a state with leaves that are not arrays, which `jax.jit` cannot take.
+
+    Attributes:
+        train: the compiled step of the state's arrays alone.
+        static: the state's other leaves, which the step leaves unchanged.
+    """
 
     train: Any
     static: Any
@@ -263,7 +281,7 @@ class _TrainArrays(NamedTuple):
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """Returns the program, of the state's arrays alone."""
+        """Returns the lowered program of the state's arrays alone."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -275,15 +293,13 @@ def loss_step(
     *,
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
-    """Returns the compiled `(model, windows, weights=None) -> loss` of `train_step`'s model, to
-    evaluate with.
+    """Returns the compiled loss `(model, windows, weights=None) -> loss` of the model that
+    `train_step` trains, for evaluation: without dropout and the auxiliary losses of the blocks.
 
-    Without dropout, and without the auxiliary losses of its blocks.
-
-    The batch may be of another size than in training; it must divide by data x microbatches. It
-    computes in the parameters' own precision, and gathers a model that lives as shares (ZeRO-3)
-    layer by layer too. Of `compute` it uses `axes`, `attend`, `context_attention`, `documents`,
-    `dispatch`, `comms` and `schedule`.
+    The size of the batch may differ from training, and must be a multiple of data x microbatches.
+    The loss computes in the precision of the parameters. If ZeRO-3 splits the model, its layers are
+    gathered one by one. The loss uses the fields `axes`, `attention`, `context_attention`,
+    `documents`, `expert_dispatch`, `comms` and `schedule` of `compute`.
     """
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
@@ -307,30 +323,32 @@ def loss_step(
 
     @jax.jit
     def run(arrays, windows, weights=None):
+        """Returns the loss of a model, given its arrays alone."""
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
+        """Returns the loss of a model that has other leaves too, which `jax.jit` cannot take."""
         return run(eqx.filter(model, meshes.is_array), windows, weights)
 
     return run_model if jax.tree.leaves(static) else run
 
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
-    """Returns the model of a state under `layout` as one device has it: blocks as [L, ...]. Other
-    trees stay as they are.
+    """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
+    device has them. A tree without such a model is returned unchanged.
 
-    `schedule` is that of `Compute`, where the step has one: it says where its chunks are.
+    Pass as `schedule` the one of `Compute`, if it has one: it says where the chunks are.
     """
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
-    """Returns the form of a state in a checkpoint that any layout can read, for
-    `run.checkpoint.Checkpoints`; None without a pipeline, where a state is stored as it is.
+    """Returns the form in which `run.checkpoint.Checkpoints` stores a state, so that any layout can
+    read it; None without a pipeline: the state is then stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
-    blocks are stored as [L, ...], in the order of the model. `schedule` is that of `Compute`, where
-    the step has one: it says where its chunks are.
+    blocks are stored as [L, ...], in the order of the model. Pass as `schedule` the one of
+    `Compute`, if it has one: it says where the chunks are.
     """
     if not layout.pipelined:
         return None
@@ -341,20 +359,24 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
-    """Returns one random key for each sequence of the global batch at `step`: the same wherever the
-    sequence is computed.
+    """Returns one random key for each sequence of the global batch at `step`, from the seed `key`.
+
+    A key depends only on the step and the sequence's number, so it is the same under every layout.
     """
     fold = functools.partial(jax.random.fold_in, jax.random.fold_in(key, step))
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns a function from blocks [L, ...] to those that the state of a layout holds.
+    """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them: [v,
+    L / v, ...] in a pipeline with v chunks per stage.
 
-    The schedules of a layout itself have looped placements, which change no order.
+    A `schedule` of `Compute` may place the chunks on the stages in another order. Without one, the
+    schedule of the layout keeps the order of the layers.
     """
 
     def split(blocks):
+        """Returns blocks [L, ...] as [v, L / v, ...], in the order of the schedule's stages."""
         if not layout.pipelined:
             return blocks
         chunks = layout.chunks
@@ -368,6 +390,7 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
     """Returns the inverse of `_into_stages`."""
 
     def join(blocks):
+        """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers."""
         if not layout.pipelined:
             return blocks
         if schedule is not None:
@@ -378,11 +401,14 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
 
 
 def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    """Returns `tree` with its arrays changed by `change`, and its other leaves as they are."""
     return jax.tree.map(lambda leaf: change(leaf) if meshes.is_array(leaf) else leaf, tree)
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function from a tree to the same with the blocks of each model in it changed."""
+    """Returns a function that applies `change` to the blocks of each model of the family in a tree,
+    such as a state, where the parameters and the optimizer's moments are such models.
+    """
 
     def is_model(leaf):
         return isinstance(leaf, family.model)
@@ -396,8 +422,8 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
-    """Refuses a mesh that is not the layout's, and choices of `compute` that the layout gives
-    nothing to act on.
+    """Refuses with a `ValueError` a mesh that does not match the layout, and choices in `compute`
+    that this layout cannot use.
     """
     for name, size in layout.axes.items():
         if mesh.shape.get(name) != size:
@@ -405,8 +431,9 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
                 f"decoder: the layout has {name}={size}, and the mesh {dict(mesh.shape)}. Make it "
                 "with mesh.make(**layout.axes)."
             )
-    by_family = family.context_attention is not None and compute.attention is None
-    if layout.context > 1 and compute.context_attention is None and not by_family:
+    # The family's context attention fits only the family's own attention.
+    family_can = family.context_attention is not None and compute.attention is None
+    if layout.context > 1 and compute.context_attention is None and not family_can:
         missing = "Compute has only `attention`"
         if compute.attention is None:
             missing = f"{family.model.__name__}'s family has no `context_attention`"

@@ -181,7 +181,10 @@ def stages(
     """
 
     def embed_part(model, part):
-        """Returns the first block's input, [B, T shard, D], of a microbatch: a `Batch` `part`."""
+        """Returns the first block's input, [B, T shard, D], of a microbatch, the `Batch` `part`.
+
+        The vocabulary is split over `axis` and over the stages, which `shared` names.
+        """
         windows, keys, weights, _ = Batch(*part)
         return embed(
             parts,
@@ -218,7 +221,9 @@ def stages(
         )
 
     def head_of_part(model, x, part):
-        """Returns the mean cross-entropy of a microbatch, from the last block's output."""
+        """Returns the mean cross-entropy of a microbatch, the `Batch` `part`, from the last block's
+        output.
+        """
         windows, _, weights, _ = Batch(*part)
         return head(
             model,

@@ -1,5 +1,6 @@
-"""The taps of a decoder. They record each value with its places in the whole model, so runs that
-split rows, tokens, heads and hidden units in different ways can be compared.
+"""The taps of a decoder. A tap returns its argument unchanged, and while a recording is on it
+reports the value with its path and with its places in the whole model. So runs that split rows,
+tokens, heads and hidden units in different ways can be compared.
 """
 
 from collections.abc import Callable
@@ -29,12 +30,13 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
         x,
         path,
         P(taps.BATCH),
+        # Positions of the whole sequence, split as the tokens (dim 1) are.
         places={1: comms.local_tokens(_positions(x.shape[1] * comms.token_shards), dim=0)},
     )
 
 
 def whole(x: Any, path: str, comms: Comms) -> Any:
-    """Returns `x`, [B, T, ...], with a tap. Devices of the tensor axis have the same tokens."""
+    """Returns `x`, [B, T, ...], with a tap. All devices of the tensor axis have the same value."""
     return x if not recording.is_on() else _whole(x, path, comms, P(taps.BATCH))
 
 
@@ -49,7 +51,7 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
 
 
 def loss(value: Any) -> Any:
-    """Returns the loss of a part of the batch, with a tap."""
+    """Returns the loss of a part of the batch, with a tap that takes the mean over the parts."""
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
@@ -89,6 +91,7 @@ def ends(
         """Returns `f` of a model whose weights outside the blocks have taps."""
         if not recording.is_on():
             return f(model, *others)
+        # The blocks have taps of their own, for each layer: `block`.
         ends_alone = eqx.tree_at(where, model, None)
         ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
         tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
@@ -114,6 +117,7 @@ def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
         x,
         path,
         spec,
+        # Positions of the whole sequence, split over context as the tokens (dim 1) are.
         places={1: comms.context_tokens(_positions(x.shape[1] * comms.context_shards), dim=0)},
     )
 

@@ -73,9 +73,11 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
         arrays, static = eqx.partition(arguments, is_array)
 
         def array_results(*arrays):
+            """Returns the arrays of the stage's result."""
             return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
 
         used = trace(array_results, *arrays).used
+        # The third argument of a stage, `(model, x, batch, position)`, is the batch.
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those "
@@ -88,10 +90,10 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """Returns the share of attention scores that are not masked. Without documents each token sees
-    itself and all tokens before it; the share counts the pairs within one document.
+    """Returns the share of the causal attention scores that documents leave unmasked: of the pairs
+    of a token with itself or an earlier one, those within one document.
 
-    `numbers` has the number of each token's document; the tokens of a document follow one another.
+    `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """
     rows = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
     tokens = np.shape(numbers)[1]

@@ -1,4 +1,5 @@
-"""The record of functions that the recipe of `decoder` needs from a kind of model, and its batch.
+"""`Family`, the record of functions that the recipe of `decoder` needs from a kind of model, and
+`Batch`.
 
 The record of GPT-2 is `gpt2.FAMILY`. Another decoder trains over every layout if it has such a
 record; there is no class to inherit from.
@@ -112,6 +113,7 @@ def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tok
     if weights is None:
         return None
     places = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    # Up to the last target with a weight; -1 if a sequence has none, so that no input is seen.
     return places <= jnp.max(jnp.where(weights != 0, places, -1), axis=1, keepdims=True)
 
 

@@ -1,5 +1,5 @@
-"""A decoder on islands: the recipe of `decoder` inside each, and a round between them every H
-steps.
+"""A decoder on islands, which are groups of devices: each island trains its own copy of the model
+by the recipe of `decoder`, and every H steps a round averages the copies' changes.
 
 devices = mesh.make(island=2, **layout.axes)
 options = {"batch": 64, "key": key}
@@ -32,12 +32,12 @@ class TrainStep(NamedTuple):
     is computed yet.
 
     Attributes:
-        init: makes the `islands.State` in its place; `init(model)` starts all islands from the
-            weights of that model.
-        shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
+        init: makes each part of the `islands.State` on its devices; `init(model)` starts all
+            islands from the weights of that model.
+        shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings.
         train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`,
             under `jit`; it donates the state. Each leaf of `info` has a first dim, [islands].
-            `present` as in `islands.local`.
+            `present` is explained at `islands.local`.
     """
 
     init: Callable[..., islands.State]
@@ -53,8 +53,8 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """Returns the step of islands that each train by `one_island`; the global batch is split over
-    the islands first.
+    """Returns the step in which each island trains by the step `one_island`. The global batch is
+    split over the islands first, and then inside each island.
 
     Args:
         one_island: the step of one island, with the batch of one island, on a mesh that also has
@@ -97,8 +97,8 @@ def train_step(
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
-    """Returns the form of a state of islands in a checkpoint that any layout can read, as
-    `decoder.stored` does for a state without islands.
+    """Returns the form in which a state of islands is stored, so that any layout can read the
+    checkpoint; None without a pipeline. It is `decoder.stored` for a state of islands.
     """
 
     def on_islands(change):
@@ -106,8 +106,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
         change_stacked = eqx.filter_vmap(change)  # for arrays [islands, ...]
 
         def changed(state):
-            """Returns the state with each part changed that is like a model: the model and the
-            optimizer of the islands, the outer ones, the errors and the changes under way.
+            """Returns the state with `change` applied to each tree of the model's shape: the models
+            and optimizers of the islands, the outer model and optimizer, the errors of
+            quantization, and the changes that are being exchanged.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),

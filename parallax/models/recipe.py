@@ -1,9 +1,10 @@
-"""The recipe: a decoder's loss and gradients over data x stage x context x tensor, read from a
-layout in a straight line.
+"""The recipe: a decoder's loss and gradient functions for a layout, over data x stage x context x
+tensor.
 
-`functions_of` makes the model's three functions, `grad_of` composes them to one gradient function.
-To change a line, copy `grad_of`, and give the copy to `Compute(grad_of=...)`. `models.decoder`
-makes the state and compiles the step.
+`functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them to
+one gradient function. To change a line, copy `grad_of`, and give the copy to
+`Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
+model are its layers, and its *ends* are the weights outside them.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -62,31 +63,31 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 @dataclass(frozen=True)
 class Compute:
-    """How a step computes, beside what its layout says.
+    """The choices of a step that its layout does not make.
 
     Args:
         axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
-            ring("tensor")}`; along the others `jax.lax` moves the data.
-        attention: the attention function, instead of the family's, which on a mesh of TPUs is a
-            kernel (`models.flash`).
-        context_attention: where a context axis splits the tokens, `(attend, axis)` to the function
-            that attends over it, such as `context.ulysses`, instead of the family's.
-        documents: from windows to the number of each token's document, such as
-            `documents.ends_with(token)`: tokens see those of their own, and the loss leaves out a
-            target that follows a cut. By default a window is one document.
-        expert_dispatch: how tokens come to the experts that a layout splits, such as
-            `experts.exchanged(1.25)`. None: `experts.gathered`.
-        remat: wraps each block, instead of the layout's `remat`; one of `parallax.remat`, or a
-            policy of your own.
-        dtype: of the weights.
-        schedule: the pipeline's, where it is another than the layout's.
-        max_norm: clip the gradients to this global norm.
+            ring("tensor")}`; along the other axes `jax.lax` moves the data.
+        attention: the attention function; None: the family's, which on a mesh of TPUs is a kernel
+            (`models.flash`).
+        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
+            context axis splits, such as `context.ulysses`; None: the family's.
+        documents: a function from windows to the number of each token's document, such as
+            `documents.ends_with(token)`. A token then sees only its own document, and the loss
+            leaves out the first target of each further document. None: a window is one document.
+        expert_dispatch: how tokens are sent to experts on other devices, such as
+            `experts.exchanged(1.25)`; None: `experts.gathered`.
+        remat: wraps each block, a function of `parallax.remat` or your own; None: the one that the
+            layout's `remat` names.
+        dtype: the type of the weights.
+        schedule: the schedule of the pipeline; None: the one that the layout names.
+        max_norm: the global norm to which gradients are clipped; None: they are not clipped.
         trainable: the leaves that are trained, as `step.init` takes it.
-        reduce_in_backward: sum the gradients of each block over the replicas where they are made,
-            while the backward pass runs: `grads.reduced_in_backward`. False: they are summed at the
-            end of the step.
-        comms: how blocks communicate whose tokens are split over the tensor axis:
-            `sequence.overlapping` multiplies while they travel. None: `sequence.comms`, which
+        reduce_in_backward: whether each block's gradients are summed over the replicas during the
+            backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
+            are summed at the end of the step.
+        comms: how blocks communicate if their tokens are split over the tensor axis:
+            `sequence.overlapping` multiplies while tokens travel. None: `sequence.comms`, which
             gathers them first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """
@@ -112,15 +113,15 @@ Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Setup:
-    """A decoder, its layout and how it computes: all that the recipe reads.
+    """A decoder, its layout and its `Compute`: all that the recipe reads.
 
     Attributes:
         family: the kind of model.
-        config: its sizes.
-        layout: what is split, and how.
+        config: the sizes of the model.
+        layout: the sizes of the axes, ZeRO, the precision and rematerialisation.
         mesh: the mesh that the step runs on.
-        specs: of the model's arrays, as gradients and the optimizer have them.
-        compute: how the model computes, beside what the layout says.
+        specs: the specs of the gradients that the optimizer gets.
+        compute: the choices that the layout does not make.
     """
 
     family: Family
@@ -136,29 +137,29 @@ class Setup:
         return axes_with_algorithms(self.layout, self.compute)
 
     def along(self, names: Sequence[str]) -> Axis:
-        """Returns the axes among these that the layout has, as one axis."""
+        """Returns those of the axes `names` that the layout has, joined to one axis."""
         return along(self.axes, names)
 
     @property
     def platform(self) -> str:
-        """The kind of the mesh's devices."""
+        """The kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
         return platform_of(self.mesh)
 
     @property
     def part_specs(self) -> zero.PartSpecs:
-        """The specs of the ends, of a stage and of one layer."""
+        """The specs of the weights outside the blocks, of a stage's blocks, and of one layer."""
         loops = loops_of(self.layout)
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
 def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None = None) -> Grad:
-    """Returns the gradient function `(model, batch) -> (loss, gradients)` on local blocks: the
-    whole composition.
+    """Returns the gradient function `(model, batch) -> (loss, gradients)` on each device's part of
+    the model and the batch. The gradients are reduced over all axes.
 
     Args:
-        functions: the model's three, as `functions_of` makes them.
-        setup: the decoder, its layout and how it computes.
-        scale: of the loss; None: it is not scaled.
+        functions: the functions `(embed, stage, head)` of `functions_of`.
+        setup: the decoder, its layout and its `Compute`.
+        scale: the scale of the loss, for float16; None: the loss is not scaled.
     """
     embed, stage, head = functions
     layout, axes, family, compute = setup.layout, setup.axes, setup.family, setup.compute
@@ -166,7 +167,7 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
     scatter = _unchanged
-    if layout.zero == 2:  # each microbatch's gradients, before they are added up
+    if layout.zero == 2:  # scatters the gradients of each microbatch, before they are added up
         scatter = functools.partial(zero.reduce_scatter, axis=shards, specs=setup.specs)
 
     if layout.pipelined:
@@ -185,9 +186,9 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = _with_gradients(grad, scatter)
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
 
-    if layout.sequence:  # each device has the gradients of its own tokens
+    if layout.sequence:  # each tensor device has the gradients of its own tokens only
         grad = grads.summed(grad, axes["tensor"])
-    if layout.zero == 3:  # `functions_of` gathers block by block, this the rest once a step
+    if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, shards, setup.part_specs.ends)
     # Outside the accumulation, which adds in float32, and inside the averages, which then reduce
     # float32.
@@ -196,11 +197,11 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.zero in (1, 2):
         grad = zero.reduce_scattered(grad, replicas, setup.specs)
     else:
-        # The blocks' gradients were summed where they were made; to sum them again would count them
-        # n times.
+        # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
+        # count them n times.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, replicas, reduced=already_summed)
-    # Shares are reduced between the groups, 1/n of the bytes.
+    # Last, so that under ZeRO only a device's share, 1/n of the bytes, goes between the replicas.
     if layout.replica > 1:
         grad = grads.averaged(grad, axes["replica"])
     if scale is not None:
@@ -209,21 +210,25 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` under a layout: blocks that gather
-    their weights and are computed again, and communicate."""
+    """Returns the family's functions `(embed, stage, head)` for a layout. They communicate, gather
+    weights that ZeRO-3 splits, and recompute in the backward pass as the layout says.
+    """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
-    keep = remat_of(layout, compute, setup.platform)
+    rematerialised = remat_of(layout, compute, setup.platform)
 
     def wrapped(block):
-        # The taps stand innermost, on the weights as the block sees them.
+        """Returns a block `(weights, x, layer) -> x` that reduces its gradients, gathers its
+        weights and is rematerialised, each if the layout or `Compute` says so.
+        """
+        # The taps are innermost, so they see the gathered weights.
         block = decoder_taps.block(block, specs, family.where, loops)
         if compute.reduce_in_backward:
             block = grads.reduced_in_backward(block, setup.along(REDUCED_OVER))
         if layout.zero == 3:
             block = zero.gathered(block, setup.along(SHARDED_OVER), layer_specs)
-        # Outermost, so that what the block gathers can be gathered again in the backward pass.
-        return keep(block)
+        # Outermost, so that the backward pass can gather the weights again.
+        return rematerialised(block)
 
     attend = attention_of(family, compute, setup.platform)
     embed, stage, head = family.stages(
@@ -233,8 +238,8 @@ def functions_of(setup: Setup) -> Functions:
         comms=comms_of(setup),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
-        # Two layers in a loop's body let the gathers of one overlap the other. The TPU compiler
-        # then copies all that is kept.
+        # With two layers in the loop's body, the gathers of one overlap the other. Not on TPUs:
+        # their compiler would then copy all values that are kept for the backward pass.
         unroll=2 if layout.zero == 3 and setup.platform != "tpu" else 1,
     )
     if compute.documents is not None:
@@ -244,7 +249,7 @@ def functions_of(setup: Setup) -> Functions:
     if layout.context > 1:
         from parallax import context
 
-        # The one mistake that no type shows: a stage that attends to its own tokens alone.
+        # Refuses a stage that attends only to this device's tokens, which no type shows.
         stage = context.must_communicate(stage, axes["context"])
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
@@ -252,17 +257,18 @@ def functions_of(setup: Setup) -> Functions:
 
 
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
-    """Returns the loss `(model, batch) -> loss` on local blocks, to evaluate with.
-
-    Terms of the loss and auxiliary values of the blocks are left out.
+    """Returns the loss `(model, batch) -> loss` for evaluation, on each device's part of the model
+    and the batch. The blocks' own terms of the loss, and auxiliary values, are left out.
     """
     embed, stage_with_terms, head_with_aux = functions
     layout, axes, where = setup.layout, setup.axes, setup.family.where
 
     def stage(*arguments):
+        """Returns the stage's output without its terms of the loss."""
         return output(stage_with_terms(*arguments)).x
 
     def head(*arguments):
+        """Returns the head's loss without auxiliary values."""
         return loss_part(head_with_aux(*arguments))
 
     if layout.pipelined:
@@ -274,38 +280,39 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
         loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
 
     def mean_loss(model, batch):
+        """Returns the mean of the loss over all devices."""
         return setup.along(MEAN_OVER).all_mean(loss(model, batch))
 
     return mean_loss
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
-    """Returns the sharding rule of the parameters, and that of the optimizer's state."""
+    """Returns the sharding rule of the parameters, and the rule of the optimizer's state."""
     expert_axis = {"expert": "expert"} if layout.expert > 1 else {}
     rule = family.rules(
         "tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis
     )
     if layout.zero == 0:
         return rule, rule
-    # A rule names the axes of the mesh, and a mesh without a context axis lacks the second.
+    # A rule must not name an axis that the mesh lacks: without a context axis, "data" alone.
     axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
-    # No device runs only some of the layers.
+    # The dims of the layers stay whole, so each device can run all its layers.
     keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}
     sharded = rules.fsdp(axis_names, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
 
 
 def first_scale(layout: Layout) -> precision.Scale | None:
-    """Returns the first scale of the loss, which float16 needs."""
+    """Returns the initial loss scale for float16; None for other precisions."""
     return precision.Scale() if layout.precision == "float16" else None
 
 
 def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
-    """Returns each axis of the layout with its algorithm.
+    """Returns each axis of the layout, by name, with its collective algorithm.
 
     Raises:
-        ValueError: `compute.axes` has an axis that the layout has not, or one that is bound to
-            another name.
+        ValueError: `compute.axes` has an axis that the layout lacks, or has under one name an
+            algorithm for an axis of another name.
     """
     axes = {name: Axis.of(name) for name in layout.axes}
     for name, axis in compute.axes.items():
@@ -319,21 +326,24 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
 
 
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
-    """Returns the axes among these that the layout has, as one axis."""
+    """Returns those of `axes` that are in `names`, in the order of `names`, joined to one axis."""
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
 
 
 def platform_of(mesh: AnyMesh) -> str:
-    """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu". A mesh for tracing alone counts
-    as one of CPUs, unless it names its devices (`jax.sharding.AbstractDevice`)."""
+    """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu".
+
+    An abstract mesh, which only traces, counts as CPUs unless it has an
+    `jax.sharding.AbstractDevice`.
+    """
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
 
 
 def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
-    """Returns the pipeline's schedule."""
+    """Returns the schedule of the pipeline: the one of `compute`, else the one of the layout."""
     if compute.schedule is not None:
         return compute.schedule
     chunks = (layout.chunks,) if layout.chunks > 1 else ()  # not every schedule has chunks
@@ -341,32 +351,39 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """Returns how activations and cotangents go from stage to stage."""
+    """Returns how activations and cotangents go from stage to stage: whole, or in parts that the
+    tensor devices send and then gather.
+    """
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the function that wraps a block, so that parts of it are computed again in its
-    backward pass."""
+    """Returns the function that wraps a block, so that its backward pass computes again the values
+    that the layout's `remat` does not keep.
+    """
     if compute.remat is not None:
         return compute.remat
     if layout.remat in ("gathers", "products", "block"):
         policy = getattr(remat, layout.remat)
-    else:  # a block that gathers its weights would keep all of them
+    else:  # under ZeRO-3 a block would otherwise keep all weights that it gathers
         policy = remat.gathers if layout.zero == 3 else remat.none
-    # Behind the barrier of `jax.checkpoint` the TPU compiler copies all that is kept.
+    # On TPUs without the barrier of `jax.checkpoint`: the compiler would copy all kept values.
     return remat.in_a_loop(policy) if platform == "tpu" else policy
 
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the attention function: the one of `compute`, else the family's, on TPUs its
-    kernel."""
+    """Returns the attention function: the one of `compute`, else the family's TPU kernel on TPUs,
+    else the family's attention.
+    """
     kernel = family.tpu_attention if platform == "tpu" else None
     return compute.attention or kernel or family.attention
 
 
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
-    """Returns how the blocks communicate. A layout imports only the modules of its axes."""
+    """Returns the function from an axis to the `tensor.Comms` with which the blocks communicate.
+
+    A module such as `context` is imported only for a layout that needs it.
+    """
     layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms or tensor.comms
     if layout.sequence and compute.comms is None:
@@ -380,6 +397,7 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
         assert around is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
+            """Returns `attend` as attention over the tokens of all context devices."""
             return around(attend, axes["context"])
 
         comms = functools.partial(
@@ -396,14 +414,18 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
 
 
 def loops_of(layout: Layout) -> int:
-    """Returns the first dims of the blocks' arrays that are looped over: layers, or chunks and
-    layers."""
+    """Returns the number of leading dims of the blocks' arrays that loops run over: 1 for the
+    layers, or 2 for the chunks of a pipeline and their layers.
+    """
     return 2 if layout.pipelined else 1
 
 
 def weighted(batch: Batch, setup: Setup) -> Batch:
-    """Returns the batch with its documents apart, and with weights whose mean over all devices'
-    tokens is 1, where it has any."""
+    """Returns the batch with the segments of its documents, if `Compute` has documents.
+
+    Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
+    The mean of the devices' losses is then the weighted mean over all tokens.
+    """
     if setup.compute.documents is not None:
         from parallax.models import documents
 
@@ -415,35 +437,39 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
-    """Returns the gradient function of a loss, to a scalar or to `(scalar, aux)`; a leaf that is
-    not trained has a gradient of None.
+    """Returns the gradient function of `loss`, which returns a scalar or `(scalar, aux)`. A leaf
+    that is not trained has the gradient None.
     """
 
     def grad(params, batch):
-        # `trainable` may pick leaves that have no derivative, such as whole numbers.
+        """Returns the loss, or `(loss, aux)`, and the gradients."""
+        # `trainable` may also choose leaves without a derivative, such as integers.
         chosen, frozen = eqx.partition(params, trainable)
         trained, static = eqx.partition(chosen, rules.is_inexact)
         others = eqx.combine(static, frozen)
 
         def loss_and_aux(trained):
+            """Returns `(loss, aux)`, with None as aux if `loss` returns a scalar."""
             value = loss(eqx.combine(trained, others), batch)
             return value if isinstance(value, tuple) else (value, None)
 
         (value, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(trained)
-        # A loss alone comes back alone: wrappers tell the two forms apart by the tuple.
+        # Without aux the value is no tuple: wrappers of gradient functions test for a tuple.
         return value if aux is None else (value, aux), gradients
 
     return grad
 
 
 def _unchanged(gradients: PyTree) -> PyTree:
+    """Returns the gradients: only ZeRO-2 scatters them at each microbatch."""
     return gradients
 
 
 def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
-    """Returns `grad` with its gradients changed."""
+    """Returns `grad` with `change` applied to its gradients."""
 
     def wrapped(params, batch):
+        """Returns the value, and the changed gradients."""
         value, gradients = grad(params, batch)
         return value, change(gradients)
 
@@ -451,14 +477,15 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Returns `stage` with its terms of the loss typed as each device's own along `axis`, as the
-    head's loss is.
+    """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
+    is.
 
-    A term that is the same along the axis, such as a mean over all tokens, would else count as one
-    for all devices.
+    The loss is the mean over the devices of `axis`. A term that is typed as the same on all of
+    them, such as a mean over all tokens, would be counted once instead of once per device.
     """
 
     def wrapped(*arguments):
+        """Returns the stage's `Output` with its loss typed as varying."""
         result = output(stage(*arguments))
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
@@ -467,10 +494,12 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `stage` with its terms of the loss times `scale`, as `precision.scaled` makes of the
-    head."""
+    """Returns `stage` with its term of the loss times `scale`, as `precision.scaled` does for the
+    head's loss.
+    """
 
     def wrapped(*arguments):
+        """Returns the stage's `Output` with its loss, if it has one, times `scale`."""
         result = output(stage(*arguments))
         if result.loss is None:
             return result
@@ -481,11 +510,13 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 def _with_aux_by_layer(grad: Grad) -> Grad:
-    """Returns `grad` with the stages' auxiliary values [chunks, layers of one, ...] as those of all
-    layers in order, [L, ...].
+    """Returns `grad` with the auxiliary values of a pipeline's stages, [v, L / v, ...], as those of
+    all layers in order, [L, ...].
     """
 
     def by_layer(aux):
+        """Returns an `Aux` of a pipeline with its stages' values as [L, ...], or `aux`
+        unchanged."""
         if not isinstance(aux, Aux):
             return aux
         return aux._replace(
@@ -493,6 +524,7 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
         )
 
     def wrapped(params, batch):
+        """Returns the loss, its auxiliary values by layer, and the gradients."""
         value, gradients = grad(params, batch)
         return map_loss_and_aux(value, lambda loss: loss, by_layer), gradients
 
