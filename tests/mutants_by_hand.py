@@ -86,7 +86,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "_scatter_in_a_loop",
-        "if not any(offset in sums[table] for met in offsets_by_trip for offset in met):",
+        "if not any(offset in sums[table] for arriving in offsets_by_trip for offset in arriving):",
         "if True:",
         "test_route.py::test_chains_are_loops_wherever_they_begin",
     ),

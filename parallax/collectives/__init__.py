@@ -1,12 +1,13 @@
 """Collectives written as tables of hops: drop-in replacements for those of `jax.lax`.
 
-Their tables can be read, counted, composed and priced, and the collectives differentiated.
+The tables can be read, counted, composed and priced. The collectives can be differentiated.
 
 Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")`
-for all functions that take an axis. `tuning`, which measures, is imported by its own name.
+for all functions that take an axis. The module `tuning` measures links, and must be imported
+explicitly: `from parallax.collectives import tuning`.
 
-Each file is imported when one of its names is first used, so that a layer that takes an axis does
-not import all algorithms.
+Each file is imported when one of its names is first used. So a layer that takes an axis does not
+import all algorithms.
 """
 
 from importlib import import_module
@@ -79,6 +80,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Returns a public name, and imports its file if this is the first use."""
     if name not in __all__:
         raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
     if name in _FILES:

@@ -26,9 +26,9 @@ Tree = TypeVar("Tree", bound=PyTree)
 def straight(n: int) -> Route:
     """Returns the table in which every block goes straight to its device: no message waits.
 
-    Each hop is another permutation, so it is no chain, and its program grows with n.
+    Each hop is another permutation, so it cannot be a loop, and its program grows with n.
     """
-    # All hops are rounds of their own: in one round they would need n - 1 links at a time.
+    # Each hop is a round of its own: one round of all hops would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 

@@ -138,7 +138,7 @@ class Axis:
         return _in_order([Axis.of(part) for part in axis])
 
     def over(self, names: AxisName) -> "Axis":
-        """Returns the same algorithm along those of `names` that this axis has, in their order."""
+        """Returns this algorithm along those of `names` that this axis has, in `names`' order."""
         return Axis(tuple(name for name in axes(names) if name in axes(self.names)), self.algorithm)
 
     def size(self) -> int:
@@ -208,9 +208,13 @@ def combined_axis(*parts: AxisLike) -> Axis:
 
 
 def _in_order(parts: list[Axis]) -> Axis:
-    """Returns an axis that works along one part after the other."""
+    """Returns an axis whose collectives work along one part after the other, as `Axis.of` states.
+
+    `_groups` first joins neighbours with one algorithm.
+    """
 
     def all_reduce(x, axis_name):
+        """Returns the sum over the first part, summed over the next, and so on."""
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
@@ -220,7 +224,8 @@ def _in_order(parts: list[Axis]) -> Axis:
             """Returns the slices of one array."""
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
-                # A dim of n becomes one dim for each group; each group drops its own.
+                # The dim of all devices becomes one dim for each group. The scatter along a group
+                # drops the group's dim, so the next group's dim stands at `dim` again.
                 sizes = [group.size() for group in groups]
                 x = x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
             for group in groups:
@@ -251,7 +256,7 @@ def _in_order(parts: list[Axis]) -> Axis:
 
 
 def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
-    """Returns the named axes as groups: neighbours with one algorithm form one group.
+    """Returns the named axes in groups, each an `Axis`: neighbours with one algorithm share it.
 
     A collective over one group of two axes sends fewer messages than two collectives.
     """

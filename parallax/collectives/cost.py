@@ -172,14 +172,15 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a priced function, without empty ones, and equal neighbours joined."""
+    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined."""
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
         # XLA removes a message of no bytes, and a loop of no trips, so they cost nothing.
         messages = tuple(message for message in planned.messages if message.bytes)
         if not planned.times or not messages:
             continue
-        # Equal rounds in a row become one: the rounds of a ring are one entry for any n.
+        # Equal rounds in a row become one entry: a ring has one for any n. All fields but `times`,
+        # the first, are compared.
         times = planned.times
         if joined and joined[-1][1:] == (messages, planned.reduced, planned.waits):
             times += joined.pop().times
@@ -188,7 +189,8 @@ def _rounds(function, size, n, itemsize, options):
 
 
 def describe(collective: Callable[..., Any]) -> str:
-    """Returns the name of a function in messages, such as `ring.all_reduce`."""
+    """Returns the name of a function in messages, such as `ring.all_reduce` or `lax.psum`."""
+    # `priced` gave the function its `rounds`, and this name as `__qualname__`.
     if hasattr(collective, "rounds"):
         return collective.__qualname__
     module = collective.__module__
@@ -202,6 +204,7 @@ def total(rounds: Iterable[Round]) -> Cost:
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
         pieces = sum(message.pieces for message in messages)
+        # In the order of `Cost`'s fields. The links work at once, so the largest message counts.
         counts = 1, max(sizes), sum(sizes), pieces, reduced, int(waits)
         cost += times * np.array(counts, object)
     return Cost(*cost)

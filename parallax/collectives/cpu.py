@@ -61,10 +61,11 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     # expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
+    # Its type must not vary along an axis: the selected leaves would vary along it too.
     holds = replicated(always, varying_axes(always))
 
-    # The alternative must differ from the leaf, or XLA would drop the selection of a constant.
     def alternative(leaf):
+        """Returns a value that differs from the leaf, or XLA would drop the selection."""
         is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros((), leaf.dtype) if is_number else ~leaf
 
@@ -76,6 +77,7 @@ def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     It costs two or three passes over `x`.
     """
+    # Two trips, since XLA replaces a loop of one trip by its body. The second trip writes `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
@@ -88,4 +90,5 @@ def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return x
     start = (0,) * x.ndim
     number = lax.slice(x, start, (1,) * x.ndim)
+    # Two trips, since XLA replaces a loop of one trip by its body.
     return lax.fori_loop(0, 2, lambda _, y: lax.dynamic_update_slice(y, number, start), x)

@@ -59,7 +59,10 @@ def reduce_scatter_leaf(
 def all_gather_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, axis: int, tiled: bool, to: str = "varying"
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.all_gather` of one array, computed by `slices`."""
+    """Returns `lax.all_gather` of one array, computed by `slices`.
+
+    `to` is the type of the result along the axis, with the words of `lax.pcast`.
+    """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
             "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; "
@@ -69,7 +72,8 @@ def all_gather_leaf(
     if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))
-    # A hop must make zeros, and a transpose sums, which keys lack: their numbers are sent.
+    # Random keys can be neither zeros, which hops make, nor added, as a transpose does. So the
+    # numbers of the keys are sent.
     if is_key(x):
         numbers = all_gather_leaf(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
@@ -98,7 +102,7 @@ def _add_dim(x, dim: int, tiled: bool):
 
 
 def _drop_dim(x, dim: int, tiled: bool):
-    """Returns `x` without the dim of 1 that is left of an untiled, scattered dim."""
+    """Returns `x` without its dim `dim` of 1, which an untiled scatter leaves of n."""
     return x if tiled else jnp.squeeze(x, dim)
 
 
@@ -160,7 +164,7 @@ def dim_of(name: str, dim: int, rank: int) -> int:
 def check_divides(
     function: str, argument: str, shape: tuple[int, ...], dim: int, n: int, tiled: bool
 ) -> None:
-    """Raises `ValueError` if the dim cannot be split into n blocks."""
+    """Raises `ValueError` if the dim cannot be split into n blocks: untiled, its size must be n."""
     if tiled and shape[dim] % n:
         raise ValueError(
             f"{function}: dim {dim} ({argument}) of shape {shape} must divide by {n}, the number "

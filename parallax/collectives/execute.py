@@ -46,15 +46,15 @@ def scatter(
     """Returns the sum over devices of this device's block, in one share for each table.
 
     Args:
-        routes: the tables, of as many rounds each.
-        term: `(table, j)` gives the block that this device adds to device j's block, in the share
-            of that table, a number.
+        routes: the tables, all with the same number of rounds.
+        term: `(table, j)` returns this device's term of device j's block, in the share of
+            `routes[table]`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: hops up to which a chain is written out: `UNROLLED`.
+        unrolled: the most hops of a chain that is not a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
-    # Partial sums by offset. At an offset that is absent, the sum is this device's term alone.
+    # The partial sums of each table by offset. An absent one is only this device's term so far.
     sums: list[dict[Point, Any]] = [{} for _ in routes]
 
     def take(table, offset):
@@ -89,13 +89,13 @@ def gather(
     The device's own block is written first, then the others as they arrive.
 
     Args:
-        routes: the tables, of as many rounds each, which run backwards.
+        routes: the tables, all with the same number of rounds, which run backwards.
         blocks: the shares of this device's block, one for each table.
-        write: puts a block that has arrived into `result`, whose shapes and types it keeps.
+        write: `(result, table, j, block)` returns `result` with this block; shapes and types stay.
         result: the value at the beginning.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: hops up to which a chain is written out: `UNROLLED`.
+        unrolled: the most hops of a chain that is not a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
     # For each table, the blocks that this device has, by the offset of their owners.
@@ -133,7 +133,10 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether a round sends on, by the same step, the blocks of the round before."""
+    """Returns whether a round sends on, by the same step, the blocks of the round before.
+
+    Each of the two rounds must have one step, or neither sends anything.
+    """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
         return before == now == []
@@ -144,11 +147,14 @@ def _hands_on(route: Route, number: int) -> bool:
 def _arrivals(
     routes, number: int, take, axis_name, dim: int, *, backwards: bool = False
 ) -> list[tuple[int, Point, Any]]:
-    """Returns the blocks that arrive in a round: (table, offset, block)."""
+    """Sends a round, and returns the blocks that arrive: (table, offset, block).
+
+    `take(table, offset)` gives the block to send, which belongs to the device at that offset.
+    """
     arrivals = []
     for table, route in enumerate(routes):
         for step, offsets in route.rounds[number].items():
-            # A block's owner is at `offsets` before the step, and at `after` from the receiver.
+            # A block's owner is at `offsets` from the sender, and at `after` from the receiver.
             after = [route.offset_after(o, step) for o in offsets]
             # A gather sends each block back along the way on which its sum came.
             leaving, arriving = (after, offsets) if backwards else (offsets, after)
@@ -163,7 +169,8 @@ def _arrivals(
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """Runs a chain of a scatter as a loop, one hop a trip, and updates `sums`.
 
-    After each hop a device adds its own terms to the partial sums that arrived.
+    After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
+    `sums` are those of `scatter`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
@@ -178,15 +185,16 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return [route.offset_after(offset, step, trips) for offset in offsets]
 
         def own_terms(trip):
+            """Returns the terms for the devices to which the sums that arrive in a trip belong."""
             arriving = offsets_after(trip + 1)
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
         offsets_by_trip = [offsets_after(trips) for trips in range(1, length + 1)]
         # If no earlier chain left partial sums for these devices, only own terms are added.
-        if not any(offset in sums[table] for met in offsets_by_trip for offset in met):
+        if not any(offset in sums[table] for arriving in offsets_by_trip for offset in arriving):
             return own_terms
         # The loop's trip is traced, so it cannot index `sums`, a dict: the sums are stacked.
-        by_trip = [_joined([take(table, offset) for offset in met], dim) for met in offsets_by_trip]
+        by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
     terms = {table: terms_by_trip(table, step, offsets) for table, step, offsets in messages}
@@ -212,7 +220,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
 
 
 def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
-    """Returns the function from a trip to that entry of each stack."""
+    """Returns the function from a trip to entry number `trip` of each stack."""
 
     def entries(trip):
         return [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
@@ -258,6 +266,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     def empty_stacks(message):
         return [empty_like(jnp.zeros, (length, *piece.shape), piece) for piece in message]
 
+    # "Trip -1" gives the blocks that the device sends first.
     first = {}
     for table, step, offsets in messages:
         owners = owners_after(-1, table, step, offsets)
@@ -265,6 +274,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for table, step, offsets in messages:
+        # If no round remains, the earlier blocks are not kept: nobody sends them again.
         by_trip = {length - 1: last[table]}
         if sent_on_later:
             by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}
@@ -304,7 +314,7 @@ def _split(message, count: int, dim: int) -> list:
 
 
 def pieces_of(count: int, nbytes: int) -> int:
-    """Returns the number of permutes of a message of so many blocks of `nbytes` each."""
+    """Returns the number of permutes that send a message of `count` blocks of `nbytes` each."""
     return 1 if nbytes <= JOINED else count
 
 
@@ -316,9 +326,9 @@ def _send(message, axis_name, pairs) -> list:
 def empty_like(
     make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """Returns an array of this shape, to be overwritten everywhere, with the type of `block`.
+    """Returns an array of this shape with the dtype and varying axes of `block`.
 
-    It has the dtype and the varying axes of `block`. `make` gives it contents that nobody reads.
+    The caller overwrites all of it: the contents, of `make(shape, dtype)`, do not matter.
     """
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -351,7 +361,8 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:
     """Returns `function` of each array of the tree `x`.
 
-    If hops are loops, each leaf waits for the one before: `cpu.sequence_after` says why.
+    With more than `UNROLLED` devices, hops may be loops. Then each leaf waits for the one before:
+    `cpu.sequence_after` says why.
     """
     leaves, structure = jax.tree.flatten(x)
     results: list[jax.Array] = []

@@ -52,23 +52,27 @@ def algorithm(
     divide, or if the code does not run over the axis.
 
     Args:
-        maker: gives a `Route`, or several of as many devices, side by side, each of which carries a
-            share of every block.
+        maker: gives the `Route` for n devices, or several that run side by side, each with a share
+            of every block.
         name: the name in messages; the maker's by default.
-        all_to_all: the algorithm's, if it is not `lax`'s.
+        all_to_all: the all-to-all of the algorithm, if it is not that of `lax`.
     """
     name = name or maker.__name__
     return _from_tables(maker, lambda sizes: maker(math.prod(sizes)), name, all_to_all)
 
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
-    """Returns `algorithm` of a maker that is given the devices on each axis: `maker(2, 4)`."""
+    """Returns `algorithm` for a maker that takes the devices on each axis: `maker(2, 4)`."""
     name = name or maker.__name__
     return _from_tables(maker, lambda sizes: maker(*sizes), name, lax.all_to_all)
 
 
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
-    """Returns the algorithm of `tables_for(sizes)`, the tables for so many devices on each axis."""
+    """Returns the algorithm that runs `tables_for(sizes)`; `sizes` are the devices on each axis.
+
+    `maker` becomes the algorithm's `table`, for readers. The tables give no all-to-all: in them,
+    blocks are added or copied on their way.
+    """
 
     # Cached, since tables are checked when they are made, which takes long for many devices.
     @functools.lru_cache(maxsize=64)
@@ -126,16 +130,20 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 
 
 def _prices(tables_of):
-    """Returns the rounds of reduce-scatter, all-gather and all-reduce, as `priced` needs them."""
+    """Returns the functions that `priced` needs for reduce-scatter, all-gather and all-reduce.
+
+    Each takes (numbers of the array, devices, bytes of a number) and returns the rounds.
+    """
 
     def rounds(block_size, n, itemsize, *, back):
-        """Returns the rounds for a block of `block_size` numbers, of which each table has a
-        share."""
+        """Returns the rounds for blocks of `block_size` numbers, cut into one share per table."""
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))
         nbytes = [itemsize * length for _, length in shares if length]
+        # A block of fewer numbers than tables leaves nothing for the last tables.
         return messages(tables[: len(nbytes)], nbytes, back=back, added=None if back else nbytes)
 
+    # An array of `size` numbers is scattered in n blocks, rounded up; what is gathered is a block.
     def scatter(size, n, itemsize):
         return rounds(-(-size // devices(n)), n, itemsize, back=False)
 
@@ -171,7 +179,7 @@ def messages(
 
     Args:
         routes: the tables.
-        nbytes: the bytes of a block of each.
+        nbytes: for each table, the bytes of a block.
         back: whether the tables run backwards, as a gather.
         added: for each table, the bytes that an arriving block adds to others; by default none.
     """
@@ -188,7 +196,7 @@ def messages(
                 pieces = pieces_of(count, nbytes[table])
                 in_round.append(Message(nbytes[table] * count, distance, pieces))
                 reduced += added[table] * count if added else 0
-        # Otherwise its messages can be sent together with those of an earlier round.
+        # If the longest chain stays, the messages do not depend on the round before.
         waits = longest[number + 1] > longest[number]
         rounds.append(Round(1, tuple(in_round), reduced, waits))
     return rounds

@@ -1,8 +1,8 @@
 """Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
-They suit gradients, which they send in a quarter of the bytes: use `quantized("data")` for the data
-axis. Rounding harms activations and the sums of a cross-entropy more: a small GPT-2 that sent int8
-along its tensor axis ended with a loss 20 % higher.
+They are accurate enough for gradients, and send a quarter of the bytes: use `quantized("data")` for
+the data axis. Rounding harms activations and the sums of a cross-entropy more: a small GPT-2 that
+sent int8 along its tensor axis ended with a loss 20 % higher.
 
 A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of
 at most 127 in magnitude, and the exponent of s, where s <= a / 64 is a power of two: the format
@@ -110,6 +110,7 @@ def _scatters_and_gathers(size, n, itemsize, block_size):
 
 def _nbytes(size, itemsize, block_size):
     """Returns the bytes of `size` numbers as int8, with one exponent per block."""
+    # The exponents of float64 need two bytes: see `_code`.
     exponent = 2 if itemsize == 8 else 1
     return size + -(-size // block_size) * exponent
 
@@ -120,9 +121,9 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
 
     The twin of `lax.psum`.
 
-    Its error is at most (sum of a_i over the other devices + A) / 127, where a_i and A are the
-    largest magnitudes in the number's block on device i and in the sum. The flattened leaf is
-    padded to a multiple of n numbers; blocks are cut from each n-th of it.
+    The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
+    largest magnitude in the number's block on device i, and A is that of this block in the sum. The
+    flattened leaf is padded to a multiple of n numbers; blocks are cut from each n-th of it.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -153,8 +154,8 @@ def quantized_reduce_scatter(
 
     The twin of `lax.psum_scatter`.
 
-    Its error is at most the sum of a_i over the other devices / 127, where a_i is the largest
-    magnitude in the number's block on device i. Its transpose is `quantized_all_gather`.
+    The error of a number is at most the sum of a_i over the other devices / 127, where a_i is the
+    largest magnitude in the number's block on device i. The transpose is `quantized_all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
@@ -179,8 +180,8 @@ def quantized_all_gather(
 
     The twin of `lax.all_gather`.
 
-    Its error is at most a / 127, where a is the largest magnitude in the number's block. A device's
-    own part is rounded too. Its transpose is `quantized_reduce_scatter`.
+    The error of a number is at most a / 127, where a is the largest magnitude in its block. A
+    device's own part is rounded too. The transpose is `quantized_reduce_scatter`.
 
     Raises:
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
@@ -308,6 +309,7 @@ def dequantize(
     """Returns the numbers of a message of `quantize`: integers times powers of two, or NaN."""
     code = _code(dtype)
     exponents = message[..., size:]
+    # A bitcast joins the last dim, the two bytes of an int16, into one number.
     exponents = exponents if code == jnp.int8 else exponents.reshape(*message.shape[:-1], -1, 2)
     exponents = lax.bitcast_convert_type(exponents, code).astype(jnp.int32)
     scales = jnp.where(exponents == jnp.iinfo(code).min, jnp.nan, _power_of_two(exponents, dtype))
@@ -382,7 +384,7 @@ def _is_local(parts, axis_name):
 
 
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
-    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
+    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of other leaves.
 
     `more` are trees like `x`, whose leaves are passed too.
     """
@@ -428,12 +430,12 @@ def _power_of_two(exponent, dtype):
 
 
 def _code(dtype):
-    """Returns the integers that hold the exponents of `dtype`; the smallest stands for NaN."""
+    """Returns the integer dtype that holds the exponents of `dtype`; its smallest means NaN."""
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
 
 def _finite(error):
-    """Returns the errors, with 0 for those of blocks that were not finite."""
+    """Returns the errors, with 0 in place of infinities and NaN: such a block leaves no error."""
     return jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
 
 

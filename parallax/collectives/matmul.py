@@ -56,7 +56,7 @@ def _from_both_sides(n: int) -> Route:
 
 
 def _gathered(size, n, itemsize):
-    """Returns the rounds of `all_gather_matmul` for `size` numbers of `x` on each device."""
+    """Returns, for `cost`, the rounds of `all_gather_matmul` for `size` numbers per device."""
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -92,7 +92,7 @@ def all_gather_matmul(
 
 
 def _reduced(size, n, itemsize):
-    """Returns the rounds of `matmul_reduce_scatter` for a product of `size` numbers."""
+    """Returns, for `cost`, the rounds of `matmul_reduce_scatter` of a product of `size` numbers."""
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 

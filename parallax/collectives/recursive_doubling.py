@@ -81,7 +81,8 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     for pairs in hops:
         x = _as_sent(x) + send(x, axis_name, pairs)
     if results:
-        # A `ppermute` gives zeros to devices that receive nothing: those keep their own sum.
+        # The last hop gives the result to the devices from p, the first receiver, on. A `ppermute`
+        # gives zeros to all others, so these keep their own sum.
         first_folded = results[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
         x = jnp.where(is_exchanging, x, send(x, axis_name, results))

@@ -1,11 +1,11 @@
 """A collective as a table of messages, checked when it is made. `execute` runs it.
 
-Number a device's blocks by their *offset* from it: the block at offset o belongs to the device o
-further on. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight. Offsets and
-steps are points of the box, added dim by dim; in a box of one dim, plain numbers may be used. A
-*round* is {step: offsets}: it sends those blocks to the device `step` further on, where offset o
-becomes o - step. The messages of a round do not wait for each other. Blocks of one step form one
-message.
+Number the blocks on a device by their *offset*: the block at offset o belongs to the device that is
+o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
+Offsets and steps are points of the box, and are added dim by dim. If the box has one dim, plain
+integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to the
+device that is `step` places after this one, where offset o becomes o - step. The blocks of one step
+form one message. The messages of a round do not wait for each other.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
@@ -92,12 +92,16 @@ class Route:
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
-        """Returns the offset that a block has after `times` hops of `step`."""
+        """Returns the offset that a block has after `times` hops of `step`.
+
+        A hop brings a block nearer to its owner, so each dim falls by the step, modulo the box.
+        `times` may be traced.
+        """
         dims = zip(offset, step, self.shape, strict=True)
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number of the device at a point of the box."""
+        """Returns the number of the device at a point; a point outside the box wraps around."""
         number = 0
         for place, length in zip(point, self.shape, strict=True):
             number = number * length + place % length
@@ -108,13 +112,14 @@ class Route:
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
-            # int32 constants: under 64-bit mode a Python int would widen the traced device number.
+            # In row-major order, this device's coordinate in the dim is me % whole // stride. The
+            # constants are int32: in 64-bit mode a Python int would widen the traced number.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
         return number
 
     def pairs(self, step: Point, *, back: bool = False) -> list[tuple[int, int]]:
-        """Returns (from, to) for every device, for a message of this step."""
+        """Returns (from, to) for every device for a message of this step; `back` swaps the two."""
         pairs = []
         for device, point in enumerate(self.points()):
             ahead = self.device_number([place + s for place, s in zip(point, step, strict=True)])
@@ -132,10 +137,11 @@ class Route:
 
     def hops(self, *, back: bool = False) -> list[int]:
         """Returns, after each round as run, the length of the longest chain of messages so far."""
-        return self._hops[back]
+        return self._hops[back]  # `back` is False or True: index 0 or 1
 
     @functools.cached_property
     def _hops(self) -> tuple[list[int], list[int]]:
+        """The results of `hops` for the scatter and for the gather."""
         return _hops(self, False), _hops(self, True)
 
 
@@ -155,6 +161,7 @@ def _hops(route: Route, back: bool) -> list[int]:
         arrivals = []
         for step, offsets in sends.items():
             after = [route.offset_after(o, step) for o in offsets]
+            # A gather sends each block back from the place where the scatter's sum arrived.
             leaving, arriving = (after, offsets) if back else (offsets, after)
             # The message leaves after the last of its blocks has arrived.
             hops = 1 + max((hops_behind.get(o, 0) for o in leaving), default=0)
@@ -193,7 +200,7 @@ def _check(route: Route) -> None:
                     f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
                     "Let it arrive before, or go elsewhere."
                 )
-    # No block is sent twice, so with n - 1 sent ones each reached its owner.
+    # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:
         missing = [o for o in route.points()[1:] if o not in sent]
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
@@ -204,7 +211,7 @@ def _check(route: Route) -> None:
 
 
 def _check_step(route: Route, step: Point, r: int) -> None:
-    """Raises `ValueError` if the step of round r is outside the box."""
+    """Raises `ValueError` if a step of round r is outside the box, or lacks a dim of the box."""
     box = route.shape
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:

@@ -94,6 +94,7 @@ def pairs(n: int) -> Route:
             "for any number."
         )
     dims = max(n.bit_length() - 1, 1)
+    # A ring of two devices along each dim of a box 2 x 2 x ...; one device has one dim of size 1.
     return product([ring.table(min(n, 2))] * dims, range(dims))
 
 
@@ -121,13 +122,16 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
 
 @algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
-    """A ring along the last axis, then along the one before, and so on: `machines` by mesh axes."""
+    """A ring along the last axis, then along the axis before it, and so on.
+
+    This is `machines` with mesh axes in place of machines.
+    """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
 
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
-    """All axes carry a share at the same time: part k goes round axis k, then the next ones."""
+    """All axes carry a share at once: part k of a block goes round axis k, then the next axes."""
     longest, axes = max(sizes), range(len(sizes))
     # Shorter rings get empty rounds, so that all parts change to their next axis together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
@@ -142,10 +146,11 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """
     rounds = []
     for turn, k in enumerate(order):
-        # For each route, the offsets that blocks still have: only home, if it ran before.
+        # For each route, the offsets that blocks still have along its box: only home, if it ran.
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
+        # A step moves along box k only, so its other parts are 0.
         homes = [[route.home] for route in routes]
         # A message carries all blocks that differ only along the boxes of routes that run later.
         for sends in routes[k].rounds:

@@ -4,6 +4,9 @@ A TPU stores an array of two dims or more in tiles of 8 x 128 numbers, so flatte
 array. By the cycles of its compiler, an all-reduce of 105 MB on v5e takes 10.3 ms flattened and
 5.0 ms on slices. So blocks are slices that are read in place and written once. An array without a
 fitting dim is sent as a padded vector.
+
+`routes` are the tables of an algorithm, which run side by side. Each carries one *part*, or share,
+of every block.
 """
 
 import itertools
@@ -26,7 +29,8 @@ def all_reduce_array(x, routes, axis_name):
     dim = next((dim for dim in range(x.ndim) if _keeps_tiles(x.shape, dim, n * parts)), None)
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
-    # Rows of 128 numbers, which very large arrays need, must divide among all parts of all devices.
+    # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
+    # cannot index 2**31 numbers, so these form rows of 128, equally many in each part.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -34,7 +38,7 @@ def all_reduce_array(x, routes, axis_name):
 
 
 def reduce_scatter_array(x, dim: int, routes, axis_name):
-    """Returns the sum over devices of this device's slice of n along `dim`."""
+    """Returns the sum over devices of this device's slice, one of n along `dim`."""
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
@@ -108,7 +112,10 @@ def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
 
 
 def _in_rows(flat, size: int, blocks: int):
-    """Returns the vector, or its rows of 128 numbers if int32 cannot count `size` numbers."""
+    """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
+
+    The rows must divide into `blocks` equal blocks.
+    """
     if size < 2**31:
         return flat
     if flat.size % (128 * blocks):
@@ -125,5 +132,5 @@ def _as_vector(x, dim: int):
 
 
 def _from_vector(x, shape: Point, dim: int):
-    """Returns the array of this shape from `_as_vector` of it."""
+    """Returns the array of this shape from its vector: the inverse of `_as_vector`."""
     return jnp.moveaxis(x.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), 0, dim)

@@ -193,6 +193,7 @@ class Choice(NamedTuple):
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
         halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
+        # Between neighbouring float32 sizes there is no other size, and the mean is the smaller.
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
@@ -285,9 +286,10 @@ def _predicted(
 def _worth_a_race(
     rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
 ) -> list[Callable[..., Any]]:
-    """Returns the functions ranked first at one of the sizes, then those ranked second at one."""
+    """Returns the functions that rank first at one of the sizes, then those that rank second."""
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
+    # Slices, not items, since a single rival has no second.
     firsts, seconds = ([f for order in ranked for f in order[k : k + 1]] for k in (0, 1))
     return list(dict.fromkeys([*firsts, *seconds]))
 
@@ -304,7 +306,7 @@ def measure(
     spec, n = P(axis_name), _size(mesh, axis_name)
 
     def placed(x, spec, n):
-        """Returns `x`, [1, ...], on each of n devices: a global array [n, ...]."""
+        """Returns a global array [n, ...] whose blocks on the devices are all `x`, [1, ...]."""
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
@@ -322,7 +324,7 @@ def measure(
     times = np.zeros((rounds + 1, len(calls)))
     for r in range(rounds + 1):
         for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
-            # One call of a small array is too short to be timed.
+            # One call of a small array is too short to be timed. Round 0 compiles.
             repeats = min(8, max(1, 2**22 // nbytes)) if r else 1
             start = time.perf_counter()
             for _ in range(repeats):
@@ -352,12 +354,14 @@ def _report(
         "Milliseconds, measured (predicted):",
     ]
     for f, times in choice.times.items():
+        # No formula predicts `lax.psum`.
         model = predicted.get(f, [None] * len(times))
         cells = []
         for size, measured, modelled in zip(choice.sizes, times, model, strict=True):
             prediction = "" if modelled is None else f" ({1e3 * modelled:.3g})"
             cells.append(f"{_bytes(size)} {1e3 * measured:.3g}{prediction}")
         lines.append(f"  {describe(f)}: {', '.join(cells)}")
+    # The choice at each power of two from 4 B to 1 GB, where it changes.
     chosen = []
     for f, sizes in itertools.groupby([2**k for k in range(2, 31)], key=choice.fastest):
         smallest = f" from {_bytes(next(sizes))}" if chosen else ""

@@ -1,8 +1,13 @@
 """Replication types of JAX that its public functions cannot state: results equal on all devices.
 
-Inside `shard_map` each value is typed as varying or invariant along each mesh axis. `lax.pcast`
-goes from invariant to varying only. So the result of a ring that is written with `ppermute` could
-never leave the map under `out_specs=P()`, and JAX would derive its transpose hop by hop.
+Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
+devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
+yet: each device has one term. A *reduced* value is invariant, and its cotangent is unreduced. JAX
+keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
+
+`lax.pcast` goes from invariant to varying only. So the result of a ring that is written with
+`ppermute` could never leave the map under `out_specs=P()`, and JAX would derive its transpose hop
+by hop.
 
 Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
 its own term of an unreduced value. `linear` pairs a linear function with its transpose, as
@@ -53,7 +58,7 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 def axes_of_type(aval: Any) -> tuple[str, ...]:
     """Returns `varying_axes` for an abstract type, as traced programs hold it.
 
-    It raises the same error.
+    Under a JAX whose types have no `mat`, it raises a `TypeError` that names the versions that do.
     """
     try:
         return tuple(sorted(aval.mat.varying))
@@ -86,7 +91,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
-    """Returns the axes along which `x` is "unreduced" or "reduced" (the words of `lax.pcast`).
+    """Returns "unreduced" or "reduced", the words of `lax.pcast`, for each axis along which `x` is.
 
     An unreduced value is a sum over the axis that was not taken yet: each device has one term. A
     reduced value is the same on all devices, and its cotangent is unreduced. Raises `TypeError` as
@@ -96,7 +101,7 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 
 
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
-    """Returns `reduction_state` for an abstract type."""
+    """Returns `reduction_state` for an abstract type. Raises `TypeError` as `axes_of_type` does."""
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
     except AttributeError as error:
@@ -107,16 +112,17 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
 def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
     """Returns `x` declared as `states` says, for free and without a check.
 
-    A state is "varying", "invarying", "unreduced" or "reduced" for each axis. As with `replicated`,
+    `states` maps an axis to "varying", "invarying", "unreduced" or "reduced". As with `replicated`,
     the declaration must be true, and there is no derivative: use it inside `linear`.
     """
+    # All axes become varying first: `lax.pcast` has no direct way between the other states.
     for axis, state in reduction_state(x).items():
         if axis in states and state == "unreduced":
             x = terms_p.bind(x, axis=axis)
         elif axis in states:
             x = lax.pcast(x, axis, to="varying")
-    # Every cast starts from varying: `lax.pcast` has no direct way between the other states.
     x = varying(x, tuple(states))
+    # A reduced value is the same on all devices, so it is made invariant before the last cast.
     same = tuple(axis for axis, state in states.items() if state in ("invarying", "reduced"))
     x = replicated(x, same) if same else x
     for axis, state in states.items():
@@ -125,8 +131,8 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
 
 def _terms_type(x, *, axis):
-    """Returns the type of `x` with `axis` moved from the unreduced to the varying axes."""
-    # `mat` is JAX's manual axis type, which `jax.typeof` shows and no public function makes.
+    """Returns the abstract type `x` with `axis` moved from the unreduced to the varying axes."""
+    # No public function makes a `mat`, so its own class does.
     mat = x.mat
     unreduced = mat.unreduced - {axis}
     terms = type(mat)(varying=mat.varying | {axis}, unreduced=unreduced, reduced=mat.reduced)
@@ -154,6 +160,7 @@ def _check_bound(names: tuple[str, ...]) -> None:
 
     Inside a map JAX would fail there without a message.
     """
+    # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
     for name in names:
         try:
@@ -168,7 +175,7 @@ def _check_bound(names: tuple[str, ...]) -> None:
 
 
 def check_typed() -> None:
-    """Raises `ValueError` inside a map whose types do not tell which values differ.
+    """Raises `ValueError` inside a map whose types do not record which values vary over devices.
 
     Such a map is `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of several devices. An
     axis index differs between devices by definition, so its type shows whether types are kept.
@@ -206,10 +213,10 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
 
 
 def _replicated_type(x, *, axes):
-    """Returns the type of `x` without `axes` among its varying axes."""
+    """Returns the abstract type `x` without `axes` among its varying axes."""
     try:
         return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
-    except AttributeError as error:
+    except AttributeError as error:  # a JAX whose types have no `mat`
         raise TypeError(type_error) from error
 
 
@@ -240,21 +247,21 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
-    """Returns the program of the `forward` of a `linear` in a traced program.
+    """Returns the jaxpr of `forward`, for an equation of `linear` in a traced program.
 
-    Its equation holds two functions and no jaxpr, so the function is traced again.
+    The equation holds two functions and no jaxpr, so `forward` is traced again.
 
     Args:
-        eqn: the equation.
+        eqn: the equation of `linear`.
         mesh: the mesh of the `shard_map` around it; None outside.
         check_vma: as in that `shard_map`.
     """
     x: Any = eqn.invars[0].aval
-    # `eval_shape` gives no jaxpr of the inside of a map, so the body itself leaves it here.
+    # `eval_shape` gives no jaxpr of the inside of a map, so `body` itself puts it into this list.
     programs = []
 
     def body():
-        """Traces `forward` on zeros of the type of the operand."""
+        """Traces `forward` on zeros of the type of the operand, and appends the jaxpr."""
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
         zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         programs.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
@@ -268,7 +275,10 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
 
 
 def operands(x: Any) -> tuple[Any, ...]:
-    """Returns the traced values from which `x` was computed, as far as one trace remembers."""
+    """Returns the traced values from which `x` was computed; `()` if its trace keeps none.
+
+    A tracer of JAX has the equation that made it as `parent`, and its operands as `in_tracers`.
+    """
     return tuple(getattr(getattr(x, "parent", None), "in_tracers", ()))
 
 
@@ -284,6 +294,7 @@ def _linear_type(x, *, forward, backward, name):
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
     """Returns the cotangent of `x`: `backward`, which is itself linear with transpose `forward`."""
+    # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
@@ -367,7 +378,7 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` typed as varying along `axis_name`.
 
-    Raises `ValueError` where `x` is unreduced or reduced there, as `lax` does.
+    Raises `ValueError` if `x` is unreduced or reduced along that axis, as `lax` does.
     """
     states = _states_along(x, axis_name)
     if not states:
@@ -401,8 +412,8 @@ def coordination_client() -> Any:
 
 
 def rank_and_processes() -> tuple[int, int]:
-    """Returns this process's rank and the number of processes, and makes no devices.
+    """Returns this process's rank and the number of processes, without making JAX's devices.
 
-    `jax.process_index` makes them, after which the number of virtual CPU devices is fixed.
+    `jax.process_index` would make them, after which the number of virtual CPU devices is fixed.
     """
     return distributed.global_state.process_id, distributed.global_state.num_processes
