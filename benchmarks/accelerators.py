@@ -29,7 +29,7 @@ from parallax.compiled import seconds, targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.models.decoder import Compute
-from parallax.plan import arguments
+from parallax.plan import state_bytes
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "compiled" / "plans.jsonl"
 CHIPS = {"v5e": hardware.TPU_V5E, "v5p": hardware.TPU_V5P, "h100": hardware.H100}
@@ -193,9 +193,9 @@ def predicted(row: Row) -> dict[str, Any]:
     planned = plan.plan(config, layout, chip(row), batch=batch, axes=by_rings(layout))
     along = {" x ".join(axes): size for axes, size in planned.sent.items() if axes and size}
     state = (
-        arguments.parameter_bytes(config, layout)
-        + arguments.optimizer_bytes(config, layout, plan.ADAMW)
-        + arguments.batch_bytes(config, layout, batch)
+        state_bytes.parameter_bytes(config, layout)
+        + state_bytes.optimizer_bytes(config, layout, plan.ADAMW)
+        + state_bytes.batch_bytes(config, layout, batch)
     )
     return {"arguments": state, "sent": along, "peak": trace.peak}
 

@@ -28,7 +28,7 @@ def rows(bench):
 @pytest.mark.parametrize("family", ["plain", "remat", "zero", "pipeline"])
 @pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "4 x h100"])
 def test_arguments_bytes_sent_and_peaks(bench, rows, target, family):
-    """All rows: nothing is fitted to them but three habits of each compiler (`plan.copies`)."""
+    """All rows. Only three habits of each compiler are fitted to them (`plan.compiler_copies`)."""
     rows = [row for row in rows if (row["target"], row["family"]) == (target, family)]
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         plans = [(row, bench.predicted(row)) for row in rows]

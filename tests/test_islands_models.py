@@ -22,7 +22,7 @@ from parallax.collectives.int8 import ErrorFeedback
 from parallax.compiled import certificate
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, on_islands
-from parallax.plan import between
+from parallax.plan import island_traffic
 from parallax.run.checkpoint import Checkpoints
 
 CONFIG = gpt2.Config(
@@ -110,7 +110,7 @@ def test_a_round_sends_what_the_plan_says(axis):
     found = [entry for entry in certificate.read(compiled, mesh_) if "island" in entry.axes]
     assert all(entry.conditional for entry in found)
     assert sum(entry.bytes for entry in found) == sum(
-        term.sent for term in between.terms(config, layout, islands=2, axis=axis)
+        term.sent for term in island_traffic.terms(config, layout, islands=2, axis=axis)
     )
 
 

@@ -103,9 +103,11 @@ def plan(options: argparse.Namespace) -> str:
     text = f"{planned}{failures(options, layout.devices)}"
     if options.islands == 1:
         return text
-    from parallax.plan import between
+    from parallax.plan import island_traffic
 
-    rounds = between.told(chosen.config, layout, islands=options.islands, every=options.every)
+    rounds = island_traffic.told(
+        chosen.config, layout, islands=options.islands, every=options.every
+    )
     return f"{text}\n\n{rounds}"
 
 

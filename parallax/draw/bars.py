@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from parallax.compiled.certificate import Entry
 from parallax.draw import canvas
-from parallax.plan.quantities import quantity
+from parallax.plan.units import quantity
 
 Number = int | float
 

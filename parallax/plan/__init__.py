@@ -7,10 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallax.plan.comparison import Comparison, compare, compared
-    from parallax.plan.decoders import traced
-    from parallax.plan.layouts import Choices, search, simplest
-    from parallax.plan.planned import (
+    from parallax.plan.closed_form import (
         ADAMW,
         Memory,
         Plan,
@@ -22,9 +19,12 @@ if TYPE_CHECKING:
         plan,
         table,
     )
-    from parallax.plan.quantities import quantity
+    from parallax.plan.comparison import Comparison, compare, compared
+    from parallax.plan.decoders import traced
+    from parallax.plan.layouts import Choices, search, simplest
     from parallax.plan.stages import StageWork, stage_work
     from parallax.plan.tracing import Trace, trace
+    from parallax.plan.units import quantity
 
 __all__ = [
     "ADAMW",
@@ -57,7 +57,7 @@ _FILES = {
     "Trace": "tracing",
     "compare": "comparison",
     "compared": "comparison",
-    "quantity": "quantities",
+    "quantity": "units",
     "Choices": "layouts",
     "search": "layouts",
     "simplest": "layouts",
@@ -69,5 +69,5 @@ _FILES = {
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'planned')}"), name)
+        return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'closed_form')}"), name)
     raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

@@ -8,9 +8,9 @@ from parallax.collectives import cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.plan import networks
-from parallax.plan.quantities import Number
 from parallax.plan.seconds import span
 from parallax.plan.traffic import LAX, Term
+from parallax.plan.units import Number
 
 KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "all_gather"}
 

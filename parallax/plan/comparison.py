@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 
 from parallax.compiled import certificate
-from parallax.plan.planned import Plan
-from parallax.plan.quantities import Number
+from parallax.plan.closed_form import Plan
+from parallax.plan.units import Number
 
 # Beside the program
 

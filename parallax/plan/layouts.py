@@ -16,10 +16,10 @@ import optax
 
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.plan import arguments, residuals
+from parallax.plan import residuals, state_bytes
+from parallax.plan.closed_form import ADAMW, Plan, counts, has_kernel, plan
 from parallax.plan.families import Config, known
-from parallax.plan.planned import ADAMW, Plan, counts, has_kernel, plan
-from parallax.plan.quantities import Number, quantity
+from parallax.plan.units import Number, quantity
 from parallax.validate import CHOICES, divisors
 
 SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
@@ -226,8 +226,8 @@ def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> N
     """Returns the bytes that a device needs at least: its arguments and what layers keep."""
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
-        arguments.parameter_bytes(config, layout)
-        + arguments.optimizer_bytes(config, layout, optimizer)
-        + arguments.batch_bytes(config, layout, batch)
+        state_bytes.parameter_bytes(config, layout)
+        + state_bytes.optimizer_bytes(config, layout, optimizer)
+        + state_bytes.batch_bytes(config, layout, batch)
         + residuals.at_least(config, layout, batch, hardware.short, kernel=kernel)
     )

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from parallax.layout import Layout
 from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
-from parallax.plan.quantities import Number
 from parallax.plan.recomputed import recomputed
+from parallax.plan.units import Number
 
 FLOAT = 4  # bytes of what is summed
 RESULTS_OF_SWIGLU = 5  # the gate, its sigmoid and their product, the other input, the result

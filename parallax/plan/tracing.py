@@ -6,7 +6,7 @@ need not exist.
 
 The program is walked once. Operations of products and bytes of messages are those of the compiled
 program. Memory is that of a compiler which fuses elementwise operations and writes over what is
-read for the last time: `live` says how.
+read for the last time: `liveness` says how.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from parallax import jaxprs, source_lines
 from parallax.hardware import Hardware
-from parallax.plan import copies, live
-from parallax.plan.live import Buffer, Held, Operation
+from parallax.plan import compiler_copies, liveness
+from parallax.plan.jaxpr_cost import Message, Reading, Value
+from parallax.plan.liveness import Buffer, Held, Operation
 from parallax.plan.primitives import nbytes
-from parallax.plan.quantities import quantity
-from parallax.plan.reading import Message, Reading, Value
 from parallax.plan.seconds import Seconds, seconds
+from parallax.plan.units import quantity
 
 
 class Trace(NamedTuple):
@@ -109,7 +109,7 @@ def trace(
     jaxpr = jaxprs.opened(closed)
     _check(jaxpr, dict(mesh.shape))
     platform = platform or (hardware.platform if hardware is not None else "other")
-    habits = copies.backend(platform, hardware.name if hardware is not None else "")
+    habits = compiler_copies.backend(platform, hardware.name if hardware is not None else "")
     reading = Reading(platform, habits)
     arguments = [_argument(var) for var in jaxpr.invars]
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
@@ -122,7 +122,9 @@ def trace(
     ]
     own = {var: buffer for var, buffer in kept if buffer is not None}
     pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
-    copied = copies.first([(under, set(value.root.reads)) for value, under in pairs], habits)
+    copied = compiler_copies.first(
+        [(under, set(value.root.reads)) for value, under in pairs], habits
+    )
     reading.emit(Operation((), copied))
     buffers = [reading.hold(value) for value in results]
     reading.emit(Operation(copied))
@@ -130,7 +132,7 @@ def trace(
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
         buffer.fixed = True
-    peak = live.peak(reading.frames[0].operations, outputs, early=habits.early)
+    peak = liveness.peak(reading.frames[0].operations, outputs, early=habits.early)
     found = Trace(
         mesh=dict(mesh.shape),
         operations=dict(reading.products),

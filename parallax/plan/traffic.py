@@ -23,7 +23,7 @@ from parallax.collectives.cost import Cost
 from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout
 from parallax.models import recipe
-from parallax.plan import arguments
+from parallax.plan import state_bytes
 from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
@@ -190,7 +190,7 @@ class _Step:
         self.again = recomputed(layout)
         self.wide, self.itemsize = max(itemsize, 4), itemsize
         self.compute = itemsize if layout.precision == "full" else short
-        self.leaves = arguments.leaves(config, layout)
+        self.leaves = state_bytes.leaves(config, layout)
         self.parts = layout.token_shards
         self.stream = (
             self.size.tokens * config.width // self.parts * self.compute
@@ -317,12 +317,12 @@ class _Step:
             if self.layout.sequence and "tensor" not in leaf.axes:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
-    def shares_sums(self, leaf: arguments.Leaf) -> bool:
+    def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
         """Returns whether a leaf's gradients are scattered to shares in each microbatch, or held
         whole."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
-    def gradient(self, what: str, leaf: arguments.Leaf, axis: str) -> Iterator[Term]:
+    def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
         """Returns the sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have
         scattered all but a share already."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
@@ -364,7 +364,7 @@ class _Step:
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
-    def _gathers(self, leaf: arguments.Leaf) -> int:
+    def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often ZeRO-3 gathers a leaf of the layers: once forward, and again backward
         where the backward pass needs it."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
@@ -374,7 +374,7 @@ class _Step:
             return 1 + again  # no loop is left: XLA gathers once for all forward passes
         return size.forward + again + size.backward * self.again.whole_stage
 
-    def _scatters(self, leaf: arguments.Leaf) -> int:
+    def _scatters(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in
         each tick of a lane that makes them.
 

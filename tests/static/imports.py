@@ -115,11 +115,11 @@ import parallax.collectives
 assert not loaded("equinox", "optax", "parallax.mesh"), "collectives"
 from parallax import hardware
 hardware.A100
-assert not loaded("parallax.models", "parallax.plan.planned", "optax"), "hardware"
+assert not loaded("parallax.models", "parallax.plan.closed_form", "optax"), "hardware"
 import parallax.step
 assert not loaded("parallax.models", "parallax.layout"), "step"
 import parallax.draw, parallax.lint
-assert not loaded("parallax.plan.planned", "parallax.models", "matplotlib"), "draw"
+assert not loaded("parallax.plan.closed_form", "parallax.models", "matplotlib"), "draw"
 """
 
 

@@ -6,7 +6,7 @@ A value is *held*, in a buffer, or *fused*: computed anew by each operation that
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from parallax.plan.live import Buffer, Operation
+from parallax.plan.liveness import Buffer, Operation
 from parallax.plan.primitives import nbytes
 
 

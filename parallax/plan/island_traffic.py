@@ -9,10 +9,10 @@ from parallax.collectives import AxisLike, quantized, ring
 from parallax.collectives.axis import Axis
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.layout import Layout
-from parallax.plan import arguments
+from parallax.plan import state_bytes
 from parallax.plan.families import Config
-from parallax.plan.quantities import quantity
 from parallax.plan.traffic import Term
+from parallax.plan.units import quantity
 
 
 def terms(
@@ -44,7 +44,7 @@ def terms(
             else axis
         )
         move = Axis.of(along).algorithm.all_reduce
-        for leaf in arguments.leaves(config, layout):
+        for leaf in state_bytes.leaves(config, layout):
             count = leaf.share if layout.zero == 3 else leaf.elements
             yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)
 

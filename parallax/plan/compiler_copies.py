@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from parallax.plan.live import Buffer
+from parallax.plan.liveness import Buffer
 
 
 class Backend(NamedTuple):

@@ -30,15 +30,15 @@ from parallax.layout import Layout
 from parallax.models import flash, recipe
 from parallax.plan import algorithms, decoders, residuals, traffic
 from parallax.plan.algorithms import Chosen
-from parallax.plan.arguments import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.decoders import ADAMW
 from parallax.plan.families import Config, family_of, known, layer_of
 from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
-from parallax.plan.live import Held
-from parallax.plan.quantities import Number, quantity
+from parallax.plan.liveness import Held
 from parallax.plan.recomputed import recomputed
 from parallax.plan.residuals import FLOAT
+from parallax.plan.state_bytes import batch_bytes, leaves, optimizer_bytes, parameter_bytes
 from parallax.plan.traffic import Sizes, Term
+from parallax.plan.units import Number, quantity
 
 LARGEST = 4  # temporaries that a plan names
 # Over what a layer keeps, in its forward or its backward pass, each counted once: written, read,

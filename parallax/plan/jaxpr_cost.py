@@ -1,7 +1,7 @@
 """One walk through a traced program: arithmetic, bytes moved, messages, and the operations that
-`live` lays out in memory.
+`liveness` lays out in memory.
 
-Elementwise results are fused (`fused.Value`) until a product, a message or a loop needs them as an
+Elementwise results are fused (`fusion.Value`) until a product, a message or a loop needs them as an
 array; a costly one that several read is held from the start.
 """
 
@@ -13,17 +13,17 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax import jaxprs, source_lines
 from parallax.collectives import types
-from parallax.plan import copies, live, primitives
-from parallax.plan.fused import Frame, Message, Value
-from parallax.plan.live import Buffer, Operation
-from parallax.plan.needed import Needed
+from parallax.plan import compiler_copies, liveness, primitives
+from parallax.plan.dead_code import Needed
+from parallax.plan.fusion import Frame, Message, Value
+from parallax.plan.liveness import Buffer, Operation
 from parallax.plan.primitives import nbytes
 
 
 class Reading:
     """One walk: what it has counted, and where it stands."""
 
-    def __init__(self, platform: str, habits: copies.Backend):
+    def __init__(self, platform: str, habits: compiler_copies.Backend):
         self.platform, self.habits = platform, habits
         self.products: Counter[str] = Counter()
         self.lines: Counter[str] = Counter()
@@ -314,7 +314,7 @@ class Reading:
             self.frames.append(Frame())
             for value in self.run(branch, operands, used, readers):
                 self.hold(value)
-            peak = live.peak(self.frames.pop().operations, ())
+            peak = liveness.peak(self.frames.pop().operations, ())
             key = (self.products.total(), self.messages.total(), peak.bytes)
             if most is None or key > most[0]:
                 most = key, self._counted(), peak
@@ -416,8 +416,8 @@ class Reading:
             if end and start.root.buffer
         ]
         given = [start for _, start in pairs]
-        peak = live.peak(operations, [end for end, _ in pairs], given, pairs)
-        twice = copies.beside(eqn, stacked, self.habits)
+        peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
+        twice = compiler_copies.beside(eqn, stacked, self.habits)
         cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
         innermost = not any(operation.inner for operation in operations)
         # Loops around this one have a share of the memory on the chip.
