@@ -507,7 +507,7 @@ LAYERS = (
     Mutant(
         "_Sums._chosen", "cases[case] for case in taken", "cases[0]", f"{WRAPPED} -k 'a_head_sums'"
     ),
-    Mutant("_Sums.loop", "anew(sliced)", "sliced", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant("_Sums.loop", "unnumbered(sliced)", "sliced", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant(
         "_program_with_shares", "except TypeError", "except KeyError", f"{WRAPPED} -k does_not_fit"
     ),

@@ -1,10 +1,11 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
-The way of a microbatch, from `value_and_grad` to a job and back, crosses four files:
+Four files run a microbatch, from `value_and_grad` to the traced function of the user:
 
     gradient -> lockstep | per_stage -> jobs -> traced
 
-`programs` traces the user's functions, once each, before the first tick; `buffers` has the slots.
+`programs` traces the user's functions, once each, before the first tick. `buffers` stores arrays
+between ticks.
 """
 
 from parallax.pipeline.checks import Output

@@ -1,4 +1,9 @@
-"""Arrays that wait in slots for a later tick, and sums in which some ticks do not count."""
+"""Arrays that wait in slots for a later tick, and sums in which some ticks do not count.
+
+A buffer is [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the
+tick that reads it. A tick counts for a stage if the schedule has a job there: idle stages compute
+too, and their results are masked.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +18,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import accumulation_dtype, axes, axes_of_type, varying
 
-# True where it counts on all stages in all ticks.
+# Whether a result counts on this stage in this tick; `True` itself if it counts in every tick.
 Counts: TypeAlias = Bool[Array, ""] | bool
 
 
@@ -23,7 +28,7 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """Returns the tree where it counts, else zeros."""
+    """Returns the tree if it counts, else zeros."""
     # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is NaN.
     if counts is True:
         return tree
@@ -35,22 +40,23 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` where they count. A term may be None."""
+    """Returns `sums` plus `terms` if the terms count. A term may be None, and adds nothing."""
 
     def leaf(total, term):
-        # Sums are at least float32, also of bfloat16 gradients.
+        # Sums are at least float32, also if the gradients are bfloat16.
         return total if term is None else total + masked(counts, term).astype(total.dtype)
 
     return jax.tree.map(leaf, sums, terms)
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the buffers, [slots, ...] each, with an array of the tree in a slot of each.
+    """Writes each array of the tree into this slot of its buffer, [slots, ...].
 
-    Where the tree has None a buffer stays.
+    The tree has None for an array that travels without a cotangent: its buffer stays as it is.
     """
 
     def leaf(buffer, x):
+        """Returns a buffer with `x`, of one dim less, in its slot."""
         if x is None:
             return buffer
         # A constant has no slots: F computes the same one for each microbatch.
@@ -62,7 +68,7 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in a slot of the buffers, of arrays with as many dims as those of `like`."""
+    """Returns the tree in this slot of the buffers; its arrays have the dims of those of `like`."""
 
     def leaf(buffer, like):
         # A buffer without the dim of slots is a constant.
@@ -74,17 +80,20 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """Returns so many slots for each of these types.
+    """Returns a buffer of `count` slots for each of these types of arrays.
 
-    An array that is the same on all stages, such as a constant, gets one for all microbatches.
+    An array that is the same on all stages, such as a constant, gets one array for all microbatches
+    instead.
     """
 
     def slots(kind):
-        kind = jax.eval_shape(lambda x: x, kind)  # a type of a traced program is none of an array
+        """Returns the buffer for one type: [count, ...], or [...] for a constant."""
+        # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a shape.
+        kind = jax.eval_shape(lambda x: x, kind)
         along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
         if not set(axes(axis.names)) & set(along):
             return jnp.zeros_like(kind)
-        # An index must lie in its array, also where a tick without a job computes with it.
+        # Integers may be indices. An idle stage computes with them too, so they begin in range.
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
         # Accelerators do not fill an empty array: a tick without a job may read anything, and
@@ -95,7 +104,7 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
 
 
 def stacked(tree: PyTree, *counts: int) -> PyTree:
-    """Returns zeros like the arrays of a tree, with these dims before their own."""
+    """Returns zeros like the arrays of a tree, with dims of these sizes before their own."""
 
     def leaf(x):
         return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
@@ -104,5 +113,5 @@ def stacked(tree: PyTree, *counts: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros like an array, of the type in which its sum is taken."""
+    """Returns zeros of an array's shape, in the dtype of its sum, at least float32."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

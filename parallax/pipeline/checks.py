@@ -1,6 +1,8 @@
-"""What the functions of a pipeline may return, and the sentences for what they may not.
+"""Checks of a pipeline's parameters and of the values that the user's functions return.
 
-Legend: P stages, M microbatches, v chunks a stage, L layers.
+Legend: P stages, M microbatches, v chunks per stage, L layers. `blocks` are the parameters of the
+layers, split over the stages; `embed`, `stage` and `head` are the user's functions; `aux` is values
+to log.
 """
 
 import math
@@ -49,7 +51,7 @@ def blocks_of(params: PyTree) -> PyTree:
 
 
 def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Returns a tree like the parameters: whether each leaf is in `blocks(params)`."""
+    """Returns a tree like the parameters: for each leaf, whether it is in `blocks(params)`."""
     nowhere = jax.tree.map(lambda _: False, params)
 
     def everywhere(part):
@@ -59,8 +61,8 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuses with a `ValueError` a schedule of other stages than the axis, or blocks that are not
-    cut into its chunks."""
+    """Refuses with a `ValueError` a schedule whose stages are not the devices of the axis, and
+    blocks that are not cut into its chunks."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -69,7 +71,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
-        # Blocks that all stages have would run P times, without any other sign of it.
+        # If all stages have the same blocks, each layer would run P times, with no other error.
         same = replicated_axes(leaf, axis)
         if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
@@ -108,7 +110,7 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuses with a `ValueError` an output `x` of embed that cannot go from stage to stage."""
+    """Refuses with a `ValueError` an output `x` of `embed` that stages cannot pass on."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -148,10 +150,11 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuses with a `ValueError` a head that sums over stages what each computed of its own `x`.
+    """Refuses with a `ValueError` a head that sums over the stages a value of each stage's own `x`.
 
-    Only the last stage's is the model's. The second of the head's arguments is `x`.
+    Every stage runs the head, but only the last stage's `x` is the model's output.
     """
+    # For each array among the head's arguments (params, x, microbatch): whether it is of `x`.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
@@ -171,7 +174,7 @@ def output(returned: Any) -> Output:
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """Returns the loss and the auxiliary values of the head's value; `aux` is None where it has
+    """Returns the loss and the auxiliary values of the head's result; `aux` is None if it has
     none."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
@@ -181,6 +184,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
     """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0."""
 
     def leaf(path, value):
+        """Returns one value as an array of numbers, or raises `ValueError`."""
         value = jnp.asarray(value)
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
             raise ValueError(
@@ -194,7 +198,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array; refused with a `ValueError` where it is not one real number."""
+    """Returns `value` as an array; refused with a `ValueError` if it is not one real number."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(

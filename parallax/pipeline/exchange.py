@@ -1,5 +1,8 @@
-"""How an activation, or a cotangent, goes from one stage to the next: whole, or in parts that
-several devices send."""
+"""How an activation, or a cotangent, goes from one stage to the next.
+
+Each device sends the whole array (`whole`), or the t devices of an axis that all have the array
+send 1/t each (`split_over`).
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -46,18 +49,20 @@ def split_over(axis: AxisLike) -> Exchange:
     axis = Axis.of(axis)
 
     def part_of(leaf):
+        """Returns this device's 1/t of an array, or the array if it is not cut."""
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf
-        # Only this device's part leaves its stage, so the parts of all t devices are one copy.
+        # The t devices send different parts, so together they send the array once.
         length = leaf.shape[dim] // axis.size()
         return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
     def gathered(leaf, wanted):
+        """Returns the whole array of a received part; `wanted` has its shape and type."""
         dim = _cut_dim(wanted, axis)
         if dim is None:
             return leaf
-        # All devices have gathered the same parts, which JAX cannot know.
+        # JAX types a gather's result as varying; here it is the same on all devices of the axis.
         return replicated(axis.all_gather(leaf, axis=dim, tiled=True), axis.names)
 
     def parts(x):
@@ -67,10 +72,10 @@ def split_over(axis: AxisLike) -> Exchange:
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """Returns the dim along which an array is cut, the largest that the axis divides; None: it goes
-    whole."""
+    """Returns the dim along which an array is cut, the largest that the axis divides; None if the
+    array is sent whole."""
     t = axis.size()
-    # What differs along the axis already has no part on another device.
+    # An array that differs along the axis is on one device only, so no other can send a part of it.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
     # A dim that t does not divide would give the devices parts of different shapes.

@@ -2,8 +2,8 @@
 
 Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all
 devices, and a collective never stands under a predicate that differs between devices, where it
-would hang. What a microbatch needs for its backward pass waits in as many slots as the schedule
-holds at once, whatever M is.
+would hang. The values that a microbatch's backward pass needs wait in slots. Their number is the
+most microbatches that the schedule holds at once, and does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
 
@@ -115,6 +115,7 @@ def value_and_grad(  # noqa: PLR0913
     in_halves = schedule.weight is not None
 
     def grad(params, batch):
+        """Returns `(value, gradients)`, as `jax.value_and_grad` does."""
         jobs = Jobs(
             *(functions, schedule, axis, params, batch),
             save=save,
@@ -142,7 +143,7 @@ def value(
     schedule's forward lane, and nothing is saved.
 
     Arguments and errors are those of `value_and_grad`; with auxiliary values it returns
-    `(loss, aux)`. A parameter may come by closure.
+    `(loss, aux)`. A parameter may come by closure, since no gradient is taken.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable=False)
@@ -157,49 +158,57 @@ def value(
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """Returns the last stage's `x` on all stages, for a head that they compute together.
 
-    It is one all-reduce, and its transpose keeps the cotangent.
+    It is one all-reduce, whose transpose passes each stage's cotangent on unchanged.
     """
     axis = Axis.of(axis)
+    # A sum in which all other stages add 0.
     return axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
     """Returns the means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
     schedule, axis = jobs.schedule, jobs.axis
-    # The table decides: only one of the two can run it.
+    # Each table can run in only one of the two ways.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)
-    # Each stage has its part of the gradients of what all stages have; the blocks' are complete.
+    # A parameter that all stages have got a part of its gradient on each, which are summed over the
+    # stages. The gradients of the blocks are complete: each block is on one stage.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
     )
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
-    # After the gradients: on a CPU all devices must run their all-reduces in one order.
+    # They wait for the gradients: on a CPU all devices must run their all-reduces in one order.
     aux_values = _stacked_aux(jobs, sums, (losses, gradients))
     return with_aux(functools.reduce(jnp.add, losses), aux_values, aux), gradients
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """Returns the auxiliary values, the same on all stages: the head's [M, ...], the stages' [M,
-    vP, ...]."""
+    """Returns the auxiliary values, the same on all stages: the head's [M, ...], and the stages'
+    [M, vP, ...] by place in the model.
+
+    On a CPU their all-reduces run only after `after` is computed.
+    """
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
+        # If the stages computed the head together, all of them have its values.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        # Each stage fills its own column, so that the sum over the stages stacks them.
+        """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]."""
+        # Each stage fills its own column of zeros, so that the sum over the stages stacks them.
         M, v, *shape = values.shape
         by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)
         by_stage = lax.dynamic_update_index_in_dim(
             by_stage, sequence_after(values, after), jobs.index, 2
         )
         by_chunk = axis.all_reduce(by_stage).reshape(M, v * schedule.stages, *shape)
+        # From the order (chunk, stage) to the order of the model: `argsort` inverts `placed`.
         return by_chunk[:, np.argsort(schedule.placed, axis=None)]
 
     return Aux(jax.tree.map(of_head, sums.of_head), jax.tree.map(of_stages, sums.of_stages))

@@ -1,9 +1,9 @@
 """Finds a head that sums over the stages what the stages before the last one computed of their `x`.
 
-The head runs on every stage, and only the last one has the model's output. A sum over stages is
-right if it takes only that one: after a factor, or a choice, that is zero on all others. Both are
-computed from the stage's index, the only thing that a traced program does not know, so their
-numbers are computed here for every stage.
+The head runs on every stage, and only the last stage has the model's output. A sum over stages is
+right if the terms of all other stages are zero, by a factor or a choice that depends on the stage's
+index. Such factors depend on no argument of the program, so their values are computed here for
+every stage. An *early* stage is one before the last.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
         early: whether a stage before the last one has its own `x` in the value.
         is_number: whether it depends on no argument.
         indexed: whether it depends on the stage's index.
-        by_index: for a number, its value by the stage's index; None where that is unknown.
+        by_index: for a number, the function from a stage's index to its value; None if unknown.
     """
 
     early: bool = False
@@ -38,17 +38,17 @@ class Terms(NamedTuple):
     by_index: Callable[[int], Any] | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the dependence of a function of both, or of either."""
+        """Returns the dependence of a value that is computed from both; its number is unknown."""
         early, is_number, indexed, _ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
-    """Returns whether a sum over `axis` takes the part of a device that is not the last one; `of_x`
+    """Returns whether a sum over `axis` has a term from `x` of a device before the last one; `of_x`
     says which arguments are `x`.
 
-    A factor or a choice by the device's index counts as right where its numbers are unknown: it has
-    more than `SMALL` elements, or other numbers in each trip of a loop.
+    A factor or a choice by the device's index counts as right if its numbers are unknown, because
+    it has more than `SMALL` elements or changes in each iteration of a loop.
     """
     sums = _Sums(axis)
     sums.run(program, list(map(Terms, of_x)))
@@ -56,8 +56,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Follows `x` to sums over the devices of an axis; `added` says whether devices before the last
-    one are in any."""
+    """Follows `x` through a program to sums over the devices of an axis; `added` says whether any
+    of these has a term from a device before the last one."""
 
     unknown = Terms()
 
@@ -67,16 +67,19 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)  # before the last one
 
     def constant(self, aval: Any, value: Any) -> Terms:
+        # A constant that is not known, or is traced, has no number to compute with.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
         return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
+        """Returns the terms of an equation's result of type `aval`; notes a sum of early stages."""
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
+        # By default, all that any operand depends on.
         joined = self.met(operands)
-        # A gather adds nothing up, and a sum whose result differs is not over the stages.
+        # A gather adds nothing up. A result that still differs between stages is no sum over them.
         if joined.early and self.is_sent(eqn):
             self.added |= "all_gather" not in name and not differs
             return Terms()
@@ -84,30 +87,32 @@ class _Sums(jaxprs.FollowingAlong):
             joined = self._number(eqn, operands, aval)
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
-        # A factor that is zero on all early stages, such as `index == last`, takes them out.
+        # A factor that is zero on all early stages, such as `index == last`, removes their terms.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # A value that is the same on all stages is no stage's own part: for example the condition
-        # by which `cpu.sequence_after` waits.
+        # A value that is the same on all stages is not one stage's own. An example is the condition
+        # by which `cpu.sequence_after` makes one value wait for another.
         return joined if differs else joined._replace(early=False)
 
     def loop(self, body, constants, carry, sliced):
-        """Reads a loop, whose numbers may be others in each trip."""
+        """Reads a loop: its numbers may change in each iteration, so they are unknown."""
 
-        def anew(values):
+        def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
 
-        return anew(super().loop(body, constants, anew(carry), anew(sliced)))
+        return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
+        """Returns the terms of `axis_index(axis)`: on this axis it is the stage's index itself."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
-        # Along another axis of the stages only the last device matters: the last stage is the last
-        # along each.
+        # If the stages are several mesh axes, this check reads them one by one. The last stage is
+        # the last device along each of them, so along another axis it takes the last index.
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the dependence of a result of numbers, none of which depends on an argument."""
+        """Returns the terms of an equation whose operands depend on no argument; its number is
+        computed only if all of theirs are known and it is small."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -121,14 +126,17 @@ class _Sums(jaxprs.FollowingAlong):
         try:
             return [np.asarray(value.by_index(index)) for index in self.stages]
         except RuntimeError:
-            return []  # JAX has no backend at all: a step is planned, which needs none
+            return []  # JAX has no backend to compute with, as when `plan` runs without devices
 
     def _is_zero(self, factor: Terms) -> bool:
+        """Returns whether a factor depends on the stage's index and is zero, or unknown, on all
+        early stages."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the dependence of a choice on the stages before the last one."""
+        """Returns the terms of `select_n(which, *cases)`: of those cases that any stage before the
+        last one takes."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -136,12 +144,12 @@ class _Sums(jaxprs.FollowingAlong):
 
 
 def _number_of(value: Any) -> Terms:
-    """Returns a number that is the same on all stages."""
+    """Returns the terms of a number that is the same on all stages."""
     return Terms(is_number=True, by_index=lambda index: value)
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether it is one operation with one result, and no collective."""
+    """Returns whether an equation has one result, no program inside, and is not a collective."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)
@@ -150,7 +158,7 @@ def _is_local(eqn: JaxprEqn) -> bool:
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """Returns the result of an equation on the stage of this index."""
+    """Returns the result of an equation on the stage of this index, from functions of the index."""
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]

@@ -3,9 +3,10 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights.
 
-A job takes the carry, the tick's row and what arrived. It returns what is sent, and
-the carry with what it saved and added up. The executors, `lockstep` and `per_stage`, say when a job
-runs and what becomes of what it sends.
+A job takes the carry, the tick's row (its jobs and slots by stage) and an array that arrived. It
+returns the array to send, and the carry with what it saved and added up. The executors, `lockstep`
+and `per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
+"backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`.
 """
 
 import copy
@@ -41,12 +42,12 @@ class Sums(NamedTuple):
     """Sums over a step.
 
     Attributes:
-        loss: the head's.
-        terms: the stages' own terms of the loss; None where they have none.
+        loss: the head's loss.
+        terms: the stages' own terms of the loss; None if they have none.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: gradients of what is not split over the stages.
-        blocks: gradients of what is, [v, ...] each.
+        ends: gradients of the parameters that are not split over the stages.
+        blocks: gradients of the blocks, which are: [v, ...] each.
     """
 
     loss: Float[Array, ""]
@@ -58,14 +59,14 @@ class Sums(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The values that one tick leaves for the next, and one job for those after it.
+    """The values that one tick leaves for the next, and one job for later jobs.
 
     Attributes:
         arrived: activations and cotangents that arrived, or are to be sent; the executor says in
             which form.
-        saved: the slots of what F saves for B, or for I and W.
-        deferred: the slots of what I leaves for W.
-        sums: of loss and gradients.
+        saved: the slots for the arrays that F saves for B, or for I and W.
+        deferred: the slots for the arrays that I leaves for W.
+        sums: the sums of loss and gradients.
     """
 
     arrived: Any
@@ -83,15 +84,15 @@ class Carry(NamedTuple):
 
 
 class Jobs(Programs):
-    """The jobs of one device."""
+    """The jobs of one device. Its attributes are those of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """Returns the carry before the first tick: so many slots, and sums of zero."""
+        """Returns the carry before the first tick: this many slots, and sums of zero."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         loss, of_head = self.programs["head"].out[0]
 
         def zeros(tree):
-            # `scatter` may return shards, so their shapes are those of its result.
+            # `scatter` may return shards of the gradients, so it decides the shapes of the sums.
             return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
 
         sums = Sums(
@@ -106,9 +107,10 @@ class Jobs(Programs):
         return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """Returns the jobs, with parameters computed only after `carry` where a collective needs
-        nothing else."""
+        """Returns the jobs, with parameters that are ready only after `carry`, so that no
+        collective of a job runs before the previous tick."""
         jobs = copy.copy(self)
+        # Only a collective that needs nothing but the parameters could run too early.
         if self.moves_early:
             jobs.params = sequence_after(self.params, carry)
         return jobs
@@ -118,7 +120,7 @@ class Jobs(Programs):
         return self.task(row.jobs[lane][self.index])
 
     def embed(self, row: Row) -> PyTree:
-        """Returns the input of the first stage."""
+        """Returns the embedding's output for this tick's microbatch: the first stage's input."""
         microbatch = row.jobs["embed"]
         x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
         return match_varying(x, self.x)
@@ -126,16 +128,18 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F: a chunk of layers, of `entered` at the first place of the model, else of
-        `arrived`."""
+        """Runs F, one chunk of layers, on `entered` at the first place of the model, else on
+        `arrived`; returns the output, and the carry with what it saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
-        # By the place, not by the stage: stage 0 also has later places of the model.
+        # The place decides, not the stage: with chunks, stage 0 also has later places of the model.
         x = chosen(task.position == 0, entered, arrived)
+        # `moving` has the floating-point leaves of the output, `still` the others.
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
         place = task.microbatch, task.chunk
 
         def with_value(values, value):
+            """Returns auxiliary values [M, v, ...] with that of this job in its place."""
             if task.valid is not True:
                 # An idle stage has microbatch 0 as its number, whose value it must not overwrite.
                 value = jnp.where(task.valid, value, values[place])
@@ -149,12 +153,17 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """Runs B, or I: returns x's cotangent. B adds up its gradients; I leaves in a slot what W
-        needs beside what F saved."""
+        """Runs B, or I, on the output's cotangent; returns the cotangent of x, and the carry.
+
+        B adds its gradients to the sums. I stores in a slot the arrays that W needs beside those
+        that F saved.
+        """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # A backward pass is linear in its cotangent, so that of an idle tick is 0.
+        # The backward pass is linear in its cotangent: of 0, as in an idle tick, it makes 0.
+        # `seed` is the cotangent of the stage's own term of the loss.
         ct = masked(task.valid, ct), self.seed
+        # The results are the gradients, or, of I, the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
@@ -162,7 +171,7 @@ class Jobs(Programs):
         return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
     def weight(self, carry: Carry, row: Row) -> Carry:
-        """Runs W: returns the gradients, which no other stage needs."""
+        """Runs W: returns the carry with the gradients of the weights, which no stage needs."""
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
@@ -170,39 +179,48 @@ class Jobs(Programs):
         return self._with_gradients(carry, task, gradients)
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
-        """Returns the gradients of what `embed` reads; `ct` is 0 on all stages but the first."""
+        """Returns the carry with the gradients of the parameters that `embed` reads added; `ct` is
+        0 on all stages but the first."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Returns the loss of a microbatch that the last stage has finished, its gradient, and the
-        cotangent that B begins with; or only the loss."""
+        """Runs the head on `y`, the last stage's output of a microbatch.
+
+        Returns the cotangent of `y`, with which B begins, and the carry with the loss and the
+        gradients added. Without gradients the cotangent is a tree of None.
+        """
         microbatch = row.jobs["head"]
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         of_head = put(carry.sums.of_head, aux, microbatch)
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
-        # On a stage whose loss does not count, the head may have computed NaN from its own x.
+        # The gradients are masked too: on a stage whose loss does not count, the head may have
+        # computed NaN from its own `y`.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
-        """Returns the tree of the stage so many before this one."""
-        # The next place of the model may be on the same stage, as in a V.
+        """Returns the tree that the stage `distance` before this one has."""
+        # No message: the next place of the model may be on the same stage, as in a V.
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
         return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
+        """Returns the carry with gradients of parameters outside the blocks added if they count."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with a chunk's gradients added. `scatter` sees them as blocks of one
-        chunk."""
+        """Returns the carry with the gradients of one chunk added, and of the ends that it reads.
+
+        Ends are the parameters outside the blocks.
+        """
+        # The index None adds a dim: `scatter` takes blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
-        # The sum is masked, not the cotangent alone: 0 times an idle tick's NaN is NaN.
+        # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
 
         def leaf(total, d):
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))

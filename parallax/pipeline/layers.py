@@ -1,8 +1,9 @@
-"""Layers that do not divide by the stages: each place in the model has as many as a table says,
-padded to the most that one has.
+"""Stages with unequal numbers of layers: a table gives the layers of each place in the model, and
+all places are padded to the longest.
 
-Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A table of layers is
-[v, P] whole numbers: those of chunk c on stage s, at place c P + s in the model.
+Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A place is the
+position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
+layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -33,8 +34,8 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
-    """Returns the most even table of layers: the first places have one more where they do not
-    divide.
+    """Returns the most even table of layers: if the layers do not divide by the places, the first
+    places have one more.
 
     Raises:
         ValueError: there are fewer layers than places, so that a stage would be without one.
@@ -53,19 +54,19 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
     stages.
 
-    The padding repeats a place's last layer, so that what it computes is as finite as the rest. It
-    is never used, its gradient is 0, and an optimizer that decays weights moves it.
+    The padding repeats a place's last layer, so that its outputs are as finite as those of a layer.
+    They are never used, so its gradient is 0; but an optimizer with weight decay changes it.
 
     Raises:
-        ValueError: `table` is not a valid table, or its layers are not as many as those of the
-            blocks.
+        ValueError: `table` is not a valid table, or the sum of its layers is not L.
     """
     table = checked(table)
     longest, first = table.max(), _first(table)
-    # Places with fewer layers repeat their last one.
+    # The layer of each row, [v, P, n]: places with fewer layers repeat their last one.
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
+        """Returns one array of the blocks, [L, ...], as [v, P n, ...]."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
                 f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the "
@@ -77,12 +78,14 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns the inverse of `pad_layers`: blocks as [L, ...], without what pads them."""
+    """Returns the inverse of `pad_layers`: blocks as [L, ...], without the padding."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
+    # The indices of the rows that are not padding, among v P n.
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
+        """Returns one array of the blocks, [v, P n, ...], as [L, ...]."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, "
@@ -101,15 +104,15 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """Returns `x` after the layers of one place: `layer(weights, x, number)`, with the layer's
-    number in the model.
+    """Returns `x` after the layers of the place `position`: `layer(weights, x, number)` each, with
+    the layer's number in the model.
 
-    All places run n layers, since all stages run one program; where a place has fewer, the results
-    of the rest are dropped. A pipeline of v P places then takes the time of v P n layers instead of
-    L: 12 instead of 10 for the table above.
+    `blocks` are those of one chunk, [n, ...] each. All places run n layers, since all stages run
+    one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
+    places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
     """
     table = checked(table)
-    # Of this place, which only the running program knows.
+    # This place's number of layers and its first layer. `position` is traced, so JAX indexes.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -117,6 +120,7 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
+        """Returns `x` after row i of the blocks, or `x` itself if that row is padding."""
         weights, i = weights_and_number
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
         # A choice, not a conditional: stages with fewer layers run the same collectives.
@@ -137,7 +141,7 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table; refused with a `ValueError` where it is none."""
+    """Returns the table as a NumPy array; refused with a `ValueError` if it is not a table."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -160,13 +164,14 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks of [v, L / v, ...] in the model's order, reordered for a schedule's `placed`.
+    """Takes blocks [v, L / v, ...] in the order of the model, and returns them in the order that
+    `placed` of the schedule needs.
 
-    It changes nothing if the placement is looped, chunk c of stage s at place c P + s, as in all
-    schedules in lockstep. Blocks of uneven layers go through `pad_layers` first.
+    It changes nothing if the placement is looped, with chunk c of stage s at place c P + s. All
+    schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
 
     Raises:
-        ValueError: the blocks are of other chunks, or their layers do not divide by the places.
+        ValueError: the blocks have another number of chunks, or L does not divide by the places.
     """
     return _reordered(blocks, placement, np.ravel(placement))
 
@@ -177,10 +182,13 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
+    """Returns blocks whose place k, in their order of [v, P] places, is place `order[k]` of the
+    given ones."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
-        # Each place has equally many layers: uneven ones are padded before.
+        """Returns one array, [v, L / v, ...], with its places reordered."""
+        # Each place has equally many layers: unequal ones were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
                 f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
@@ -188,23 +196,22 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
             )
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
-    # A looped placement is the model's order: no copy.
+    # A looped placement is the model's order, so nothing is copied.
     if np.array_equal(order, np.arange(v * P)):
         return blocks
     return _map_arrays(leaf, blocks)
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the values in `Aux.stages` of this stage's chunks: `[vP, ...] -> [v, ...]` each.
+    """Returns, of the values in `Aux.stages`, those of this stage's chunks: `[vP, ...] -> [v, ...]`
+    each.
 
-    It is for `step.make(after_update=...)`.
-
-    `placement` is the schedule's `placed`, [v, P]. With an axis of `()` and a placement of one
-    stage it is all of them, as `unpipelined` returns them.
+    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. With an
+    axis of `()` and a placement of one stage it returns all values, as for `unpipelined`.
 
     Raises:
-        ValueError: the placement has other stages than the axis, or other places than `stages` has
-            values.
+        ValueError: the number of stages in the placement is not that of the axis, or the number of
+            places is not that of the values.
     """
     axis = Axis.of(axis)
     placement = checked_placement("pipeline.local_chunks", placement)
@@ -217,6 +224,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
+        """Returns the rows of one value, [vP, ...], for this stage's places: [v, ...]."""
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
@@ -235,14 +243,15 @@ def stored(
     [v, L / v, ...], as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
-    without a pipeline, reads them. The optimizer's arrays of the blocks are stored in the same way:
-    leaves whose path ends as that of a leaf of `state.model`, with its first dims.
+    without a pipeline, reads them. The optimizer's arrays for the blocks are stored in the same
+    way. Such an array has a path that ends with the path of a model leaf, and has the same first
+    dims.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
         placement: the schedule's `placed`, `[chunks, stages]`.
-        table: of uneven layers, by which the blocks were `pad_layers`; what pads them is not
-            stored.
+        table: the table of layers with which `pad_layers` padded the blocks, if they are uneven;
+            the padding is not stored.
     """
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
@@ -256,7 +265,14 @@ def stored(
         return to_placement(w, placement)
 
     def on_blocks(change, dims):
+        """Returns the function of a state that applies `change` to each array of the blocks.
+
+        `dims` is the number of dims by which an optimizer's array is recognised: 2 for [v, L / v],
+        1 for [L].
+        """
+
         def converted(state):
+            """Returns the state with the blocks, and the optimizer's arrays for them, changed."""
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
@@ -266,6 +282,7 @@ def stored(
             ]
 
             def leaf(path, x):
+                # The model leaf whose path this one's ends with, or None.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.
                 is_block = i is not None and mesh.is_array(x) and leading[i] == x.shape[:dims]

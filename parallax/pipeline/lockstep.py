@@ -1,9 +1,11 @@
 """The executor in which all stages run every lane that occurs in a tick: loops over the ticks,
 without a conditional.
 
-Where the table gives a stage no job, it computes on what is there, and the result is masked. So a
-ring inside a stage is allowed: all devices run it. Which lanes run anywhere is constant over
-stretches of ticks, and each stretch is one `lax.scan`.
+If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
+ring of `ppermute` inside a stage is allowed: all devices run it.
+
+A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
+period of ticks in which the same lanes run on at least one stage; it is one `lax.scan`.
 """
 
 import functools
@@ -32,7 +34,7 @@ class Arrived(NamedTuple):
     Attributes:
         x: the activation from the stage before, as it was sent.
         y: the output of F in this tick; None between ticks.
-        ct: the cotangent from the stage after, as it was sent: of the floating-point leaves of x.
+        ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
@@ -43,7 +45,7 @@ class Arrived(NamedTuple):
 
 
 Lane: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
-# Each lane with the name that `stretches` has for its ticks, in their order within a tick.
+# Functions in their order within a tick, each with the name of the lane in whose ticks it runs.
 Lanes: TypeAlias = list[tuple[str, Lane]]
 # The lanes that run, and for how many ticks in a row.
 Stretch: TypeAlias = tuple[frozenset[str], int]
@@ -54,27 +56,30 @@ def run(jobs: Jobs) -> Sums:
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
-    # The send is a lane of its own and the last, so that the other lanes of the tick can hide it.
+    # The send of the activation comes last, and no lane of the tick waits for it: XLA can overlap
+    # it with the backward lanes.
     return _run(jobs, [*lanes, ("forward", send_activation)])
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F, of the embedding's output or of the activation that arrived."""
+    """Runs F on the embedding's output, or on the activation that arrived."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the head, of the last stage's output."""
+    """Runs the head on this tick's output of F, and stores its cotangent in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
+    # `[-1]` is the last stage, which alone uses the head's cotangent; all stages write.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs B, or I, and the gradients of what the embedding reads."""
+    """Runs B or I, sends its cotangent to the stage before, and at the first place of the model
+    runs the backward pass of the embedding."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
-    # The message needs only the cotangent, so the gradients that follow can hide it.
+    # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
     is_first = (task.position == 0) & task.valid
@@ -82,16 +87,18 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the activation's message to the next stage, for which no other lane of the tick
-    waits."""
-    # On a CPU it waits for them: the collectives of a loop must be in one order on all devices.
+    """Sends the activation to the next stage; no other lane of the tick waits for this message."""
+    # On a CPU the message waits for the lanes: all devices must run the collectives of a loop in
+    # one order.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place the head's, else the one that
-    arrived."""
+    """Returns the cotangent that B begins with: at the last place of the model that of the head,
+    else the one that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x.
+    """
+    # The row's last column is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
     is_last = jobs.task_of(row, "backward").position == jobs.schedule.placed.size - 1
@@ -99,18 +106,18 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Returns the sums after all ticks."""
+    """Runs these lanes in all ticks of the schedule, and returns the sums."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # All stages run a lane, also those without a microbatch: they compute on microbatch 0.
+    # A tick without a microbatch for the embedding or the head (-1) runs it on microbatch 0.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
     table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None
     from_head = stacked(moving, schedule.arrival_count)
-    # A stage without a job writes too, into a free slot.
+    # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved = int(table.saved["forward"].max()) + 1
     arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
     carry = jobs.start(arrived, saved, schedule.deferred_count)
@@ -119,7 +126,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
         run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
         length = repeats * sum(length for _, length in pattern)
         ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
-        # A loop of one trip would be another loop around the same program.
+        # A pattern that occurs once needs no loop around its own loops.
         if repeats == 1:
             carry, _ = run_pattern(carry, ticks)
         else:
@@ -130,23 +137,25 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
+    """Returns the rows of the ticks from `start` until before `stop`."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
 def _by_repeat(repeats: int, column: Array) -> Array:
+    """Returns [ticks, ...] as [repeats, ticks / repeats, ...], one row for each loop iteration."""
     return column.reshape(repeats, -1, *column.shape[1:])
 
 
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
-    """Returns the carry after a few stretches, one after another, as `lax.scan` takes it."""
+    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`."""
     first = 0
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
         if length == 1:
-            # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the loop
-            # before, or devices could run them in different orders.
+            # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
+            # previous loop, or devices could run them in different orders.
             of_stretch, jobs_now = sequence_after(of_stretch, carry), jobs.after(carry)
         running = [functools.partial(lane, jobs_now) for name, lane in lanes if name in names]
         # For the loss without gradients the backward ticks are empty.
@@ -159,16 +168,17 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Returns the carry after the lanes of a tick, as `lax.scan` takes it."""
+    """Runs the lanes of one tick, and returns `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """Returns the lanes that run on any stage, the head among them, and for how many ticks in a
-    row."""
-    # Only the last chunk's output is the model's, so with chunks the head runs in fewer ticks.
+    """Returns the stretches of a table in order: the lanes that run on at least one stage, the head
+    among them, and the number of successive ticks in which they do."""
+    # `jobs` is [ticks, stages], or [ticks] for the head. With chunks the head runs in fewer ticks
+    # than F, since only the last chunk's output is the model's.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()
@@ -178,16 +188,15 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Returns the same stretches in order, as (repeats, pattern): a pattern that repeats is one
-    loop.
-
-    So the program does not grow with the number of microbatches.
+    """Yields the same stretches in order, as (repeats, pattern): a pattern that repeats is one
+    loop. So the program does not grow with the number of microbatches.
     """
     begin = 0
     while begin < len(stretches):
         periods = range(1, (len(stretches) - begin) // 2 + 1)
         repeats = {period: _repeats(stretches, begin, period) for period in periods}
-        # The pattern that covers most, the shortest of these; alone, a stretch is its own pattern.
+        # Take the pattern whose repeats cover the most stretches, and the shortest if several do.
+        # If nothing repeats, the next stretch alone is the pattern.
         covered = {period: times * period for period, times in repeats.items() if times > 1}
         period = max(covered, key=covered.__getitem__, default=1)
         stop = begin + covered.get(period, 1)
@@ -196,6 +205,7 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
+    """Returns how many times the `period` stretches at `begin` occur one after another there."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

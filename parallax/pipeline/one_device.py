@@ -1,4 +1,8 @@
-"""The loss on one device that a pipeline of the same functions equals."""
+"""Loss functions for one device, which compute the same as a pipeline of the same functions.
+
+Legend: P stages, v chunks of layers per stage; a place is a chunk's position in the model, 0 to
+vP - 1. `blocks` are the parameters of the layers, and `aux` is values to log.
+"""
 
 import operator
 from collections.abc import Callable
@@ -16,11 +20,11 @@ from parallax.schedule.places import Placement
 
 
 class Aux(NamedTuple):
-    """Auxiliary values of a pipeline whose stages have some.
+    """Auxiliary values of a pipeline whose stages return some.
 
     Attributes:
-        head: the head's; None if it has none.
-        stages: those of each chunk of layers, by its place in the model: [vP, ...] each.
+        head: the values of the head; None if it has none.
+        stages: the values of all chunks of layers, in the order of the model: [vP, ...] each.
     """
 
     head: PyTree
@@ -35,20 +39,21 @@ def unpipelined(
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
-    """Returns the loss function that a pipeline of these functions equals, on one device with all
-    blocks.
+    """Returns a loss function for one device that holds all blocks. A pipeline of these functions
+    computes the same loss.
 
     The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
-    auxiliary values it returns `(loss, aux)`: the head's, or, where stages have some, `Aux`, those
-    of the stages [v] each.
+    auxiliary values the function returns `(loss, aux)`: `aux` is the head's, or an `Aux` if stages
+    have some, with those of the stages as [v, ...] each.
 
-    With a schedule's `placed` as `placement`, [v, P], it runs place after place of the model, as
-    the pipeline does: each with its own layers, `position` and auxiliary values, which are [vP]
-    each. Without it the chunks are as long as those of all stages together, and in the model's
-    order: blocks with any but a looped placement need it.
+    With a schedule's `placed` as `placement`, [v, P], it runs the places of the model in order, as
+    the pipeline does. Each place then has its own layers, `position` and auxiliary values, which
+    are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk, in the order
+    in which the blocks are stored: this is the model's order only if the placement is looped.
     """
 
     def loss(params, batch):
+        """Returns the loss, or `(loss, aux)`, of the whole batch."""
         arrays, static = eqx.partition(blocks(params), eqx.is_array)
         if placement is not None:
             arrays = from_placement(arrays, placement)
@@ -68,11 +73,11 @@ def unpipelined(
 def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
-    """Returns the loss function that a pipeline of these functions equals, of one stage with all
-    layers.
+    """Returns a loss function for one device that runs all layers as one stage. A pipeline of these
+    functions computes the same loss.
 
-    Its blocks have no dim of chunks. With auxiliary values it returns `(loss, aux)`: the head's,
-    or, where the stage has some, `Aux`, those of the stage [1, ...].
+    Its blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
+    `aux` is the head's, or an `Aux` if the stage has some, with those of the stage as [1, ...].
     """
 
     def loss(params, batch):
@@ -89,7 +94,10 @@ def _loss(
     params_of_places: list[tuple[PyTree, Any]],
     batch: PyTree,
 ) -> Any:
-    """Returns the loss on one device of stages with these parameters and positions."""
+    """Runs embed, the stage at each of these (parameters, position), and the head, in this order.
+
+    Returns the loss, or `(loss, aux)` if there are auxiliary values.
+    """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:
         outputs.append(checks.output(stage(of_place, x, batch, position)))
@@ -102,8 +110,8 @@ def _loss(
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the value of a loss function: the loss, or `(loss, aux)` where there are auxiliary
-    values."""
+    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values: all of them if stages
+    have some, else only those of the head."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

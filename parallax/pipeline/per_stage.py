@@ -1,10 +1,12 @@
 """The executor in which each stage runs its own job in a tick, or none: one loop over the ticks,
 without a conditional.
 
-A job is a loop of one trip, or of none. All devices run the embedding and the head together, since
-these may communicate over the stages: the embedding before the jobs and the head after them, in the
-same ticks on all stages. They exchange messages in every tick. What arrives waits in a slot until
-the job that needs it.
+A job is a loop of one iteration, or of none. All devices run the embedding and the head together,
+since these may communicate over the stages: the embedding before the jobs and the head after them,
+in the same ticks on all stages. They exchange messages in every tick. A message waits in a slot
+until the job that needs it.
+
+A part is a step of a tick: embed, the three kinds of job, exchange, head, embed_backward.
 """
 
 import functools
@@ -36,8 +38,7 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: activations and cotangents that arrived and wait: [slots, ...] each, by the leaves of
-            x.
+        slots: activations and cotangents that arrived and wait: [slots, ...] for each leaf of x.
         entered: the output of the embedding in this tick; None between ticks.
         sent: the message of this stage in this tick; None between ticks.
     """
@@ -58,7 +59,7 @@ def run(jobs: Jobs) -> Sums:
         parts |= {"backward": backward, "weight": Jobs.weight}
     else:
         table = forward_alone(table)
-    nothing_sent = jobs.send.part(jobs.x)
+    nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
     begin = Arrived(slots, jobs.x, nothing_sent)
@@ -70,11 +71,12 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
+        """Returns the carry after the parts of one tick in order, each run if the row has it."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
                 carry = _if_runs(name, part, jobs, carry, row, table)
-            else:  # the exchange is in every tick
+            else:  # the exchange, which runs in every tick
                 carry = part(jobs, carry, row)
         return carry.with_arrived(entered=None, sent=None), None
 
@@ -83,12 +85,13 @@ def run(jobs: Jobs) -> Sums:
 
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the input of the first stage."""
+    """Runs the embedding, and keeps its output as `entered` until the end of the tick."""
     return carry.with_arrived(entered=jobs.embed(row))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F, of the embedding's output or of an activation that arrived."""
+    """Runs F on the embedding's output, or on an activation that arrived, and keeps the output to
+    send."""
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -96,20 +99,24 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs I, of a cotangent that arrived: the head's wait beside those of other stages."""
+    """Runs I on a cotangent that arrived, from a stage or from the head, and keeps the cotangent of
+    x to send."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
-    # Activations and cotangents go by the same messages, so both have the leaves of x.
+    # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
+    # `still` has those that are not floating-point, which the receiver ignores.
     still = eqx.filter(jobs.x, eqx.is_inexact_array, inverse=True)
     return carry.with_arrived(sent=jobs.send.part(eqx.combine(ct, still)))
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the messages: one for each distance that any message of the schedule goes."""
+    """Sends this tick's message over each distance that occurs in the schedule, and writes what
+    arrives into slots. A message that this stage does not need goes into a slot that is never read.
+    """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
-        # On a CPU the messages go one after another: all devices need them in one order.
+        # On a CPU each message waits for the one before: all devices need the same order.
         arrived = jobs.moved(sequence_after(sent, before), distance=distance) if distance else sent
         carry = carry.with_arrived(slots=put(carry.arrived.slots, arrived, slots[jobs.index]))
         before = arrived
@@ -117,7 +124,11 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the head, of the output of the model's last place."""
+    """Runs the head on the output of the model's last place, and stores its cotangent in a slot.
+
+    The last place may be on another stage than the last, as in a V. The head counts on the last
+    stage of the axis, so the output moves there, and the cotangent back.
+    """
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
@@ -126,50 +137,54 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Returns the gradients of what the embedding reads."""
+    """Adds the gradients of the parameters that the embedding reads: the first stage has just run I
+    of the first place, and its message is the cotangent of the embedding's output."""
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Sends this stage's message in this tick, in a part that runs for a microbatch.
+    """Returns this stage's message in this tick, for a part that runs only for a microbatch.
 
-    The condition always holds. Without it XLA runs the part's collectives before its loop, in all
-    ticks, since nothing in them would depend on the loop.
+    The condition always holds where the part runs. Without it nothing in the part's collectives
+    would depend on its loop, and XLA would run them before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """Returns a stage's own job, traced; refused where the stages cannot run it alone."""
+    """Returns a stage's own job as a traced function; refuses one that communicates so that a stage
+    cannot run it alone."""
     row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
-    # In the loop of a stage's own job its row differs between stages, by the number of the trip.
+    # The row is typed as varying: `_if_runs` adds a loop index to it that differs between stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
     return lambda jobs, carry, row: traced(carry, row)
 
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
-    """Returns the carry after a part, if it runs in this tick: a loop of one trip or of none.
+    """Returns the carry after a part if it runs in this tick, as a loop of one iteration or none.
 
-    XLA copies what passes by a conditional, all slots in each tick, and leaves the carry of a loop
-    where it is. The loop's name says how often it turns, for readers of the compiled program: a job
-    runs equally often on each stage.
+    A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
+    carry in place. The name of the loop gives its number of iterations, for readers of the compiled
+    program. Each stage runs a job the same number of times, so the table's first column has them.
     """
     column, number = table.jobs[name], row.jobs[name]
     column = column.reshape(len(column), -1)[:, 0]
+    # A job has one number per stage; embed and head have one for all stages.
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
-        # The trip, 0, is added to the row. Otherwise XLA would compute before the loop what does
-        # not depend on it, even for no trip.
+        # The loop index, always 0, is added to the row. Otherwise nothing in the part depends on
+        # the loop, and XLA computes it before the loop, even if no iteration runs.
         return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
 
 
+# Collectives in which the devices of each group wait only for each other.
 GROUPED = COLLECTIVES - {"linear_collective", "ppermute", "ragged_all_to_all"}
 DESCRIPTIONS = {
     "forward": "a stage's forward pass",
@@ -179,13 +194,14 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job that some stages cannot run alone.
+    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone.
 
-    A grouped collective, such as a `psum` over a tensor axis, waits for its group alone. A
-    `ppermute` is one operation of all devices, and hangs or gives wrong numbers where some of them
-    run something else.
+    A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
+    group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
+    them run another job.
     """
-    # A device that runs another job never reaches the collective, and the others wait for ever.
+    # A device that runs another job never reaches a collective over the stages: the rest would wait
+    # forever.
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
         axes = ", ".join(map(repr, along))
@@ -210,10 +226,12 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
-    """Returns the collectives of more than one device, each with the caller's line."""
+    """Yields the collectives of more than one device in a jaxpr, each with the line of the user's
+    code; `line` is that of the enclosing collective, or ""."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
-        # The library's own collectives are opened: a ring is permutes, `lax` sends a psum.
+        # The library's own collectives are one equation, whose algorithm is traced here: a ring
+        # sends by `ppermute`, and `lax` by `psum`.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:
@@ -225,4 +243,5 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
 
 
 def _along(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the mesh axes of a collective; `psum` calls its parameter `axes`."""
     return types.axes(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])

@@ -1,7 +1,9 @@
-"""The user's functions and their gradients, traced once each for one device, and what they need.
+"""The user's functions and their gradients, traced once each for one device, and their arguments.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
-input's cotangent, and W, the gradients of the weights.
+input's cotangent, and W, the gradients of the weights. Blocks are the parameters that are split
+over the stages, ends all others. `moving` are the floating-point leaves of an activation, which
+have a cotangent, and `still` its other leaves.
 """
 
 import functools
@@ -31,7 +33,8 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The user's functions, and how they see parameters: arguments of `pipeline.value_and_grad`."""
+    """The arguments of `pipeline.value_and_grad` of the same names: the user's functions, and how
+    to pick from the parameters the blocks and the trained leaves."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -41,13 +44,13 @@ class Functions(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The parameters in four trees of one structure, with None for what is in another tree.
+    """The parameters in four trees of one structure; each has None for the leaves of the others.
 
     Attributes:
         blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
         ends: the other trained arrays.
-        fixed_blocks: the blocks' other arrays.
-        fixed: all other leaves, also those that are not arrays.
+        fixed_blocks: the arrays of the blocks that are not trained.
+        fixed: all remaining leaves, also those that are not arrays.
     """
 
     blocks: PyTree
@@ -64,10 +67,10 @@ class Task(NamedTuple):
     """This stage's job in a tick.
 
     Attributes:
-        microbatch: its number.
-        chunk: of this stage's layers.
+        microbatch: the number of the microbatch.
+        chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job here; True where nothing would run otherwise.
+        valid: whether the table has a job here; `True` itself if only real jobs run (per stage).
     """
 
     microbatch: Int[Array, ""]
@@ -77,8 +80,8 @@ class Task(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The arrays that a stage is differentiated in: its chunk of the blocks, and the ends that it
-    reads."""
+    """The arrays that a stage is differentiated with respect to: its chunk of the blocks, and the
+    ends that it reads."""
 
     blocks: PyTree
     ends: PyTree
@@ -87,7 +90,8 @@ class Trained(NamedTuple):
 class Given(NamedTuple):
     """A stage's other arguments, known in its forward and its backward tick: they need no slot.
 
-    `number` is the microbatch's, or -1: it is for taps, and None where nothing is recorded.
+    `number` is for taps: the microbatch's number, or -1 on an idle stage; None if nothing is
+    recorded.
     """
 
     params: Parameters
@@ -97,20 +101,25 @@ class Given(NamedTuple):
 
 
 class Programs:
-    """The programs of one device. Made once per call, it traces each function of the user once, and
-    refuses misuse.
+    """The programs of one device. It is made once per call of the gradient function, traces each
+    function of the user once, and refuses misuse.
 
     Attributes:
-        params: the parameters of this device.
-        x: what travels between stages, as zeros with its replication types; `moving` has its
+        params: the `Parameters` of this device.
+        x: an activation, as zeros of its shapes and replication types; `moving` has its
             floating-point leaves.
-        index: the number of this stage; `first` and `last` say whether it is one of those.
+        index: the number of this stage; `first` and `last` say whether it is the first or the last.
+        terms: zeros of the stage's own term of the loss, `terms.loss`, and auxiliary values,
+            `terms.aux`.
         saved: the types of the arrays that F saves of a microbatch.
+        seed: the cotangent of the stage's own term of the loss.
         deferred: the types of the arrays that I leaves for W.
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the head's loss counts on this stage.
-        programs: the traced programs, by name.
+        moves_early: whether a collective in a function needs only the parameters.
+        programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
+            "embed_backward".
     """
 
     _stage: Traced
@@ -128,15 +137,15 @@ class Programs:
         scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
         in_halves: bool = False,
     ):
-        """Trace.
+        """Checks the arguments and traces all programs.
 
         Args:
-            functions: the user's.
+            functions: the functions of the user.
             schedule: the table.
             axis: the axis of the stages.
             params: the parameters on this device.
             batch: the batch on this device.
-            save: what F saves; None for the loss without gradients.
+            save: how F saves arrays for B; None for the loss without gradients.
             send: how messages are sent.
             scatter: applied to each microbatch's gradients before they are added up.
             in_halves: whether to trace I and W instead of B.
@@ -145,7 +154,8 @@ class Programs:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.send, self.scatter = send, scatter
-        # Varying, so that JAX does not sum the gradients over the stages in each microbatch.
+        # Typed as varying over the stages; otherwise JAX would sum the gradients of replicated
+        # parameters over the stages in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
         # A microbatch is a slice of dim 0, so a tick can take one by its number.
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
@@ -165,45 +175,47 @@ class Programs:
     # The arguments of the programs.
 
     def task(self, job: Int[Array, ""]) -> Task:
-        """Returns the job of this number, or of -1."""
+        """Returns this stage's task for a number in the table: microbatch * v + chunk, or -1."""
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
-        # Per stage a job runs only where the table has one.
+        # Of a per-stage schedule only the jobs in the table run, so all of them are valid.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns the arguments of F, B, I and W that neither arrive nor wait in a slot."""
+        """Returns those arguments of F, B, I and W that neither arrive nor wait in a slot: the
+        arrays to differentiate, and the rest."""
         params = self._of_chunk(task.chunk)
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`."""
+        """Returns the head's arguments after `x`: the microbatch, and its number for taps."""
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
-        """Returns one microbatch of the batch."""
+        """Returns the rows of one microbatch of the batch."""
         take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         return jax.tree.map(take, self.microbatches)
 
     def _of_chunk(self, chunk: Int[Array, ""]) -> Parameters:
+        """Returns the parameters with only one chunk of the blocks: `[v, ...] -> [...]` each."""
         params = self.params
 
-        def one(w):
+        def chunk_of(w):
             # The only chunk needs no index from the table.
             if self.schedule.chunks == 1:
                 return w[0]
             return lax.dynamic_index_in_dim(w, chunk, keepdims=False)
 
-        blocks, fixed_blocks = jax.tree.map(one, (params.blocks, params.fixed_blocks))
+        blocks, fixed_blocks = jax.tree.map(chunk_of, (params.blocks, params.fixed_blocks))
         return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
 
     def shared_out(self, value: Array) -> bool:
-        """Returns whether all stages compute the head's value together; else the last stage's
-        counts."""
+        """Returns whether all stages compute the head's value together, so that it is the same on
+        all; otherwise only the value of the last stage counts."""
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and not varies_along(value, self.axis):
             raise ValueError(
@@ -216,11 +228,12 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """Returns a function of the user; its first argument is the parameters."""
+        """Returns a function of the user, traced; refuses one that reads parameters without a
+        gradient. The first argument is the `Parameters`."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
-        # Each stage has other blocks, so what embed or head reads of them is not the model's.
+        # Each stage has blocks of its own, so embed and head, which run on all, must not read any.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -228,6 +241,8 @@ class Programs:
         return program
 
     def _trace_embed(self) -> None:
+        """Traces `embed`, and sets `x` to zeros like its output."""
+
         def embed(params, rows, microbatch):
             with recording.at(microbatch=microbatch):
                 x = self.functions.embed(params.whole(), rows)
@@ -239,11 +254,13 @@ class Programs:
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
 
     def _trace_stage(self) -> None:
+        """Traces `stage`, and sets the attributes that describe its input and output."""
+
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
                 return checks.output(self.functions.stage(params.whole(), x, rows, position))
 
-        # Job 0, as a number that may differ between stages: the types are those of later calls.
+        # Job 0, computed from the index so that it is typed as varying, as in later calls.
         task = self.task(self.index * 0)
         chunk = self._of_chunk(task.chunk)
         given = (
@@ -253,10 +270,13 @@ class Programs:
         )
 
         def after_stage(x):
+            """Returns the types of the stage's output for an input like `x`."""
             self._stage = self._traced("stage", stage, chunk, x, *given)
             checks.same_form(self._stage.out.x, x)
             return self._stage.out.x
 
+        # The stage may return an activation that varies over more axes than it takes. A stage takes
+        # its own output, so trace again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         self._read_by_stage = self._stage.used[0].ends
@@ -265,6 +285,8 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)  # they differ between stages
 
     def _trace_head(self) -> None:
+        """Traces `head`, and sets on which stages its loss counts."""
+
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.whole(), y, rows))
@@ -280,8 +302,8 @@ class Programs:
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Returns the stage as `save` takes it: `((moving, loss), (still, aux))`, where `moving`
-        are the floating-point leaves of x."""
+        """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`,
+        of which only the first pair is differentiated."""
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)
@@ -306,15 +328,16 @@ class Programs:
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
-        # The cotangent of the stage's own term of the loss, of which all count equally.
+        # The cotangent of the stage's own term of the loss is 1: the loss is the sum of all terms.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)
         self.programs["backward"] = both
         if not self.in_halves:
             return
-        # Halves of one jaxpr, so that no product is in both.
+        # I and W are halves of the one jaxpr of B, so that no matmul is in both.
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
+        # The first half returns the cotangents of x, `count` arrays, and then those that W needs.
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
         self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
         self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)
@@ -324,6 +347,8 @@ class Programs:
         """Traces the head with its gradient, and the gradient of `embed`."""
 
         def differentiated(params, y, rows, number):
+            """Returns `((loss, aux), (gradients of the ends, cotangent of y))`; None in place of
+            each gradient if none is needed."""
             moving, still = eqx.partition(y, eqx.is_inexact_array)
 
             def loss_of(ends, moving):
@@ -337,6 +362,9 @@ class Programs:
             return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
 
         def embed_backward(params, rows, microbatch, ct):
+            """Returns the gradients of the ends from `ct`, the cotangent of the embedding's output.
+            The embedding runs again, so nothing of it waits in a slot."""
+
             def moving_of(ends):
                 x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
                 return eqx.filter(x, eqx.is_inexact_array)
@@ -352,7 +380,7 @@ class Programs:
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
-    """Returns the parameters by their role."""
+    """Returns the parameters in the four trees of `Parameters`."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)

@@ -1,7 +1,8 @@
 """A schedule as its executors read it: one row per tick. NumPy only.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
-input's cotangent, and W, the gradients of the weights.
+input's cotangent, and W, the gradients of the weights. A place is a chunk's position in the model.
+A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a stage.
 """
 
 import operator
@@ -12,22 +13,22 @@ import numpy as np
 
 from parallax.schedule import Schedule
 
-Numbers = Any  # whole numbers, with a first dim of ticks: NumPy's here, JAX's inside the loop
+Numbers = Any  # integers with a first dim of ticks; inside the loop, of one tick and JAX's
 
 
 class Row(NamedTuple):
     """The jobs, the slots and the messages of a tick: `[ticks, stages]`.
 
     Attributes:
-        jobs: by lane, microbatch * v + chunk, or -1. What all stages run together is `[ticks]`:
-            "embed", the microbatch that F begins with at the first place; "head", the one whose F
-            the last place ends; and "embed_backward", the one whose B, or I, the first place ends.
-        saved: by lane, the slot that F writes (a free one where it has no job) and that B, or I and
-            W, read.
-        deferred: by lane, the slot that I writes (likewise a free one) and that W reads.
+        jobs: by lane, microbatch * v + chunk, or -1. Three parts that all stages run together have
+            one microbatch per tick, `[ticks]`, or -1: "embed" that of F at the first place, "head"
+            that of F at the last place, and "embed_backward" that of B, or I, at the first place.
+        saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
+            read.
+        deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.
         arrival: by lane, the slot of the message that F, B or I begins with.
-        arriving: by distance, the slot for the message from the stage so many before, at the end of
-            the tick.
+        arriving: by distance d, the slot for the message that arrives at the end of the tick from
+            the stage d before.
         from_head: the slot for the head's cotangent.
     """
 
@@ -40,10 +41,9 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """Returns the schedule's tables, with the slots and the microbatches at both ends of the
-    pipeline."""
+    """Returns the schedule's tables, with the slots, and the microbatches of `embed` and `head`."""
     P, v = schedule.stages, schedule.chunks
-    # The slot after all others, in which nothing is read.
+    # Messages that no job needs are written to the slot after all others, which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
@@ -54,11 +54,13 @@ def rows(schedule: Schedule) -> Row:
         column[message.sent, message.target] = slot
         lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
+    # (chunk, stage) of the first and of the last place of the model.
     first, last = (
         np.argwhere(schedule.placed == place)[0].tolist() for place in (0, schedule.placed.size - 1)
     )
 
     def microbatches(jobs, chunk, stage):
+        """Returns, by tick, the microbatch of the job of one chunk of one stage, or -1."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
@@ -82,13 +84,14 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """Returns the ticks in which any stage runs forward; messages wait in the same slots."""
+    """Returns only the ticks in which any stage runs F, for the loss without gradients; messages
+    wait in the same slots as in the whole schedule."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(operator.itemgetter(runs), row)
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances, in stages around the ring of P, that messages go: 0 for those that
-    stay."""
+    """Returns the distances of the schedule's messages, in stages around the ring of P: 0 for a
+    message whose stages are the same. The head's cotangents do not count."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

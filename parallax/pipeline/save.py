@@ -1,9 +1,9 @@
-"""What a stage saves of a microbatch for its backward pass: its residuals, or only its inputs.
+"""Two ways to save a microbatch for a stage's backward pass: its residuals, or only its inputs.
 
-A choice takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two
-functions, for the two ticks. Only `out` is differentiated, in `trained` and in the floating-point
-leaves of `x`. `given` is known in both ticks (other parameters, the microbatch), so no slot needs
-to hold it.
+Each takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two functions,
+for the forward and the backward tick. Only `out` is differentiated, with respect to `trained` and
+the floating-point leaves of `x`. `given` is known in both ticks (other parameters, the microbatch),
+so no slot needs to hold it.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
@@ -34,20 +34,24 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
     Nothing is computed twice.
     """
-    # How the residuals of the last trace form the transposed function; every trace has the same.
+    # `forward` leaves here how the residuals form the transposed function, and `backward`, which is
+    # traced after it, reads it. Every trace of `forward` leaves the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
+        """Returns the results of `f`, and the residuals that are not among the known arrays."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # By identity: the residuals that are parameters or the microbatch are the same tracers.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
+        # For each residual, its index among the known arrays, or None if it must be saved.
         places = [known.get(id(leaf)) for leaf in leaves]
         of_last_trace[:] = structure, places
         saved = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
         return (out, extra), saved
 
     def backward(trained, given, saved):
+        """Returns the transposed function, with the saved and the known residuals in order."""
         structure, places = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if place is None else known[place] for place in places]
@@ -57,7 +61,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Saves only the stage's input, and compute the rest again in the backward tick."""
+    """Saves only the stage's input, and computes the rest again in the backward tick."""
+    # `forward` leaves here the structure of x, for `backward`, which is traced after it.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
@@ -72,7 +77,9 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
 
 
 def _vjp(f: Stage, trained: PyTree, x: PyTree, given: PyTree) -> tuple[Any, Any, Any]:
-    # Whole numbers, such as masks, have no cotangent.
+    """Returns `(out, transposed, extra)` of `jax.vjp`, with respect to `trained` and the
+    floating-point leaves of `x`."""
+    # Integers and booleans, such as masks, have no cotangent.
     moving, still = eqx.partition(x, eqx.is_inexact_array)
 
     def of_moving(trained, moving):

@@ -1,8 +1,8 @@
-"""A function traced once: which of its arguments its results depend on, and which parameters come
-by closure.
+"""A function traced once: its program, the arguments that its results depend on, and the parameters
+that it reads by closure.
 
-A pipeline differentiates its three functions in what they are given. What reaches them another way
-has no gradient, so it is refused here, by name.
+A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
+A parameter that they read by closure would have no gradient, so it is refused here, by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +22,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Misused(ValueError):
-    """Blocks or functions of a pipeline that would train something else. The message names the leaf
-    and the cure.
+    """Blocks or functions with which a pipeline would train something else than the model. The
+    message names the leaf and the cure.
 
     Attributes:
         kind: a name for the mistake, as `lint.program` gives it.
@@ -41,9 +41,9 @@ class Traced(NamedTuple):
     """A function as a program. A call runs no Python of the function again.
 
     Attributes:
-        program: of the arrays among its arguments.
-        out: what it returns, with the types of the arrays, their replication types among them.
-        used: the structure of its arguments' arrays, with whether the results depend on each.
+        program: the jaxpr, whose inputs are the arrays among the arguments.
+        out: the tree of results, with a type (shape, dtype, varying axes) for each array.
+        used: the tuple of arguments, with True for each array that the results depend on.
     """
 
     program: ClosedJaxpr
@@ -51,8 +51,8 @@ class Traced(NamedTuple):
     used: PyTree
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """Returns the results; arguments must have the types of those that it was traced on, and
-        are given one by one as there."""
+        """Returns the results; the arguments must have the structure and types of those that the
+        function was traced on."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A constant may be NumPy's.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
@@ -60,23 +60,23 @@ class Traced(NamedTuple):
 
 
 def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
-    """Returns the program of `f`, traced on these trees. An array may be a shape; what is no array
-    is fixed."""
+    """Returns the program of `f`, traced on these trees. An array may be a `ShapeDtypeStruct`; a
+    leaf that is not an array is a constant of the program."""
     arrays, static = eqx.partition(arguments, mesh.is_array)
     program, out = jax.make_jaxpr(
         lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True
     )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
-    # Constants come first among the program's variables.
+    # The inputs of the opened jaxpr are first the constants, and then the arrays of the arguments.
     leaves, structure = jax.tree.flatten(arrays)
     used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
     return Traced(program, out, jax.tree.unflatten(structure, used))
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` with the replication types that it keeps through `f`."""
-    # The types only grow, along at most as many axes as the mesh has, so this ends.
+    """Returns `x` typed as varying over enough axes that `f(x)` varies over no other."""
+    # Each round adds at least one varying axis to an array, and the mesh has few, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
         x = match_varying(x, jax.tree.map(jnp.zeros_like, f(x)))
@@ -86,7 +86,7 @@ def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
 
 def _live(jaxpr: Jaxpr) -> set[Any]:
     """Returns the variables that the results of `jaxpr` depend on."""
-    # Backwards, an equation is needed if a later one reads a result of it.
+    # From the last equation to the first: one is needed if a needed one after it reads its result.
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or live & set(eqn.outvars):
@@ -95,9 +95,12 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 
 
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
-    """Refuses a function that reads trained parameters, or what was computed of them, and was not
-    given them."""
-    # The casts of a parameter are named too: a function may close over the one or the other.
+    """Refuses a function that reads a trained parameter, or a value computed from one, by closure.
+
+    `outside` are the constants of its program, and `params` the trees of trained parameters.
+    """
+    # A parameter's name by the id of its array. A pipeline casts its parameters to varying, and a
+    # function may close over the array from before the cast: that has the same name.
     sources = {
         id(cast): mesh.dotted(path)
         for tree in params
@@ -121,7 +124,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, and the values that it was cast or gathered from."""
+    """Yields a parameter, and the values that it was cast or gathered from, one from the other."""
     yield leaf
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
@@ -129,10 +132,12 @@ def _casts(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """Returns which of `sources` a traced value is, or was made of, as far as JAX remembers."""
+    """Returns the id of the parameter in `sources` that a traced value is or was computed from, as
+    far as JAX remembers its operands; None if there is none."""
     seen, waiting = set(), [value]
     while waiting:
-        tracer = waiting.pop()  # kept alive by what was made of it, so that ids are not used again
+        # The result of a tracer keeps it alive, so no other object can have its id.
+        tracer = waiting.pop()
         if id(tracer) in sources:
             return id(tracer)
         seen.add(id(tracer))
@@ -141,7 +146,10 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuses a function whose results depend on the blocks, of which each stage has its own."""
+    """Refuses a function, embed or head, whose results depend on the blocks.
+
+    `used` is a tree like the blocks that says which leaves the function's results depend on.
+    """
     for path, read in jax.tree.leaves_with_path(used):
         if read:
             raise Misused(
@@ -157,8 +165,9 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
 
 
 def moves_early(traced: Traced) -> bool:
-    """Returns whether a collective in a function needs nothing but its first argument, the
-    parameters: nothing keeps it waiting."""
+    """Returns whether a collective in a function needs only its first argument, the parameters:
+    then it could run before the previous tick has ended."""
+    # For each array among the arguments, whether it is ready only in its tick.
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     collectives = _Collectives()
     collectives.run(traced.program, is_late)
@@ -166,8 +175,8 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows which values depend on an argument that comes late; `are_early` says whether any
-    collective depends on none."""
+    """Follows the values that depend on a late argument; `are_early` says whether any collective
+    depends on none."""
 
     unknown = False
     are_early = False
