@@ -22,124 +22,125 @@ SHIPPED = Path(__file__).resolve().parent.parent / "data"
 class Settings:
     """The flags of a run."""
 
+    # The sizes to start from; `small` to `xl` are the published ones.
     model: Literal["tiny", "small", "medium", "large", "xl"] = "tiny"
-    """The sizes to start from; `small` to `xl` are the published ones."""
+    # Start from the GPT-2 in this folder, of safetensors and `config.json`: its sizes
+    # and weights, with this run's dropout.
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Start from the GPT-2 in this folder, of safetensors and `config.json`: its sizes
-    and weights, with this run's dropout."""
+    # Layers, instead of the model's.
     layers: int | None = None
-    """Layers, instead of the model's."""
+    # Attention heads, instead of the model's.
     heads: int | None = None
-    """Attention heads, instead of the model's."""
+    # The width of the residual stream, instead of the model's.
     width: int | None = None
-    """The width of the residual stream, instead of the model's."""
+    # The share of activations dropped, in the residual stream and in attention.
     dropout: float = 0.0
-    """The share of activations dropped, in the residual stream and in attention."""
 
+    # Any UTF-8 text. Its last tenth is held out.
     text: Path = SHIPPED / "state_of_the_union.txt"
-    """Any UTF-8 text. Its last tenth is held out."""
+    # The tokens: bytes, or GPT-2's 50,257 pieces of words.
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
-    """The tokens: bytes, or GPT-2's 50,257 pieces of words."""
 
+    # Replicas, each with its part of the batch. By default all devices that the other
+    # axes leave.
     data: int | None = None
-    """Replicas, each with its part of the batch. By default all devices that the
-    other axes leave."""
+    # Pipeline stages, each with its part of the layers. By default 2 if no axis is
+    # given and four divides the number of devices.
     stage: int | None = None
-    """Pipeline stages, each with its part of the layers. By default 2 if no axis is
-    given and four divides the number of devices."""
+    # Devices that share each layer (tensor parallelism). By default 2 if no axis is
+    # given and the number of devices is even.
     tensor: int | None = None
-    """Devices that share each layer (tensor parallelism). By default 2 if no axis is
-    given and the number of devices is even."""
+    # Devices that share the tokens of each sequence, by ring attention.
     context: int = 1
-    """Devices that share the tokens of each sequence, by ring attention."""
+    # The number of virtual CPU devices. If there are GPUs or TPUs, the run uses all of
+    # those instead.
     devices: int = 8
-    """The number of virtual CPU devices. If there are GPUs or TPUs, the run uses all
-    of those instead."""
+    # The collective algorithm: a ring, XLA's own collectives, or the fastest one for
+    # each size, measured at the start.
     all_reduce: Literal["ring", "psum", "auto"] = "ring"
-    """The collective algorithm: a ring, XLA's own collectives, or the fastest one for
-    each size, measured at the start."""
+    # Microbatches of each replica's batch, whose gradients are accumulated.
     microbatches: int = 4
-    """Microbatches of each replica's batch, whose gradients are accumulated."""
+    # The pipeline schedule: `gpipe`, `interleaved`, `one_f_one_b` or `zero_bubble`, the
+    # last two also as `one_f_one_b_lockstep` and `zero_bubble_lockstep`; or your
+    # FILE.csv.
     schedule: str = "one_f_one_b_lockstep"
-    """The pipeline schedule: `gpipe`, `one_f_one_b`, `one_f_one_b_lockstep`,
-    `zero_bubble`, `zero_bubble_lockstep`, `interleaved`, or your FILE.csv."""
+    # Chunks of layers on each stage. More than 1 makes the pipeline interleaved.
     chunks: int | None = None
-    """Chunks of layers on each stage. More than 1 makes the pipeline interleaved."""
+    # The ZeRO stage: 1 splits the optimizer's state over the replicas, 2 also the sums
+    # of gradients, 3 also the parameters.
     zero: Literal[0, 1, 2, 3] = 0
-    """The ZeRO stage: 1 splits the optimizer's state over the replicas, 2 also the sums
-    of gradients, 3 also the parameters."""
+    # Split the residual stream by tokens over the tensor axis (sequence parallel).
     sequence: bool = False
-    """Split the residual stream by tokens over the tensor axis (sequence parallel)."""
+    # Let each device of the tensor axis send its part of the messages between stages.
+    # It helps if stages are on different machines.
     split_sends: bool = False
-    """Let each device of the tensor axis send its part of the messages between stages.
-    It helps if stages are on different machines."""
+    # The precision of the computation; parameters stay in float32, and float16 scales
+    # the loss.
     precision: Literal["full", "bfloat16", "float16"] = "full"
-    """The precision of the computation; parameters stay in float32, and float16 scales
-    the loss."""
+    # Activations that the backward pass computes again (remat): gathered parameters,
+    # attention, all but matmuls, or all of a block or a stage.
     remat: Literal["none", "gathers", "attention", "products", "block", "stage"] = (
         "none"
     )
-    """Activations that the backward pass computes again (remat): gathered parameters,
-    attention, all but matmuls, or all of a block or a stage."""
 
+    # Optimizer steps.
     steps: int = 300
-    """Optimizer steps."""
+    # The number of first steps that one device computes too, to compare the losses. By
+    # default 3 for the model `tiny`, and 0 for larger ones.
     compare: int | None = None
-    """The number of first steps that one device computes too, to compare the losses.
-    By default 3 for the model `tiny`, and 0 for larger ones."""
+    # Sequences per step, on all devices together.
     batch: int = 16
-    """Sequences per step, on all devices together."""
+    # Tokens per sequence. By default the model's context; more extend the context.
     length: int | None = None
-    """Tokens per sequence. By default the model's context; more extend the context."""
+    # The peak learning rate. The warm-up takes a tenth of the steps, at most 100; then
+    # a cosine falls to a tenth of the peak.
     learning_rate: float = 3e-3
-    """The peak learning rate. The warm-up takes a tenth of the steps, at most 100; then
-    a cosine falls to a tenth of the peak."""
+    # The seed of the weights, the order of the text, dropout and the sample. The same
+    # seed gives the same losses, on any layout.
     seed: int = 0
-    """The seed of the weights, the order of the text, dropout and the sample. The same
-    seed gives the same losses, on any layout."""
 
+    # The number of skipped steps, whose loss or gradient was not finite, after which
+    # the run stops.
     skip_budget: int = 10
-    """The number of skipped steps, whose loss or gradient was not finite, after which
-    the run stops."""
+    # Steps from one held-out loss to the next. The run ends with one in any case.
     evaluate_every: int = 75
-    """Steps from one held-out loss to the next. The run ends with one in any case."""
+    # The approximate number of held-out tokens, always the first ones.
     evaluate_tokens: int = 65536
-    """The approximate number of held-out tokens, always the first ones."""
+    # The text that the sample at the end continues.
     prompt: str = "My fellow Americans, "
-    """The text that the sample at the end continues."""
+    # The folder for checkpoints, metrics and pictures. If it holds this run already,
+    # the run continues from its last checkpoint.
     out: Path = Path("out/gpt2")
-    """The folder for checkpoints, metrics and pictures. If it holds this run already,
-    the run continues from its last checkpoint."""
+    # The most steps that a killed run computes again. Saves begin twice as often.
     checkpoint_every: int = 100
-    """The most steps that a killed run computes again. Saves begin twice as often."""
+    # The number of newest checkpoints to keep.
     keep: int = 2
-    """The number of newest checkpoints to keep."""
+    # Also keep the checkpoints of steps that are multiples of this number.
     keep_every: int | None = None
-    """Also keep the checkpoints of steps that are multiples of this number."""
+    # Steps from one comparison of the devices' copies of the state to the next, which
+    # finds a flipped bit; 0 makes none.
     fingerprint_every: int = 0
-    """Steps from one comparison of the devices' copies of the state to the next, which
-    finds a flipped bit; 0 makes none."""
+    # The number of returns to a checkpoint, because copies differ or losses spike,
+    # after which the run stops.
     rollback_budget: int = 3
-    """The number of returns to a checkpoint, because copies differ or losses spike,
-    after which the run stops."""
+    # A loss above this many times its running median is a spike, and its step is
+    # skipped. By default none is.
     spike_factor: float | None = None
-    """A loss above this many times its running median is a spike, and its step is
-    skipped. By default none is."""
+    # The number of spikes in 64 steps after which the run returns to an earlier
+    # checkpoint and skips their batches.
     spike_budget: int = 3
-    """The number of spikes in 64 steps after which the run returns to an earlier
-    checkpoint and skips their batches."""
+    # The most seconds of a step. After that the job ends and names the slow rank.
     watchdog: float = 600.0
-    """The most seconds of a step. After that the job ends and names the slow rank."""
+    # The most seconds until all processes are connected.
     connect: float = 300.0
-    """The most seconds until all processes are connected."""
+    # The most seconds from the connection to the second step.
     start_up: float = 1800.0
-    """The most seconds from the connection to the second step."""
+    # Steps `FIRST:LAST` whose profiler trace is written into OUT/profile.
     profile: str | None = None
-    """Steps `FIRST:LAST` whose profiler trace is written into OUT/profile."""
+    # Write the metrics to OUT/tensorboard too. Needs tensorboardX.
     tensorboard: bool = False
-    """Write the metrics to OUT/tensorboard too. Needs tensorboardX."""
+    # Send the metrics to this project of Weights & Biases too. Needs wandb.
     wandb: str | None = None
-    """Send the metrics to this project of Weights & Biases too. Needs wandb."""
 
 
 MANY = 2**31 - 1  # steps and the like are counted in int32
