@@ -1,5 +1,5 @@
-"""Causal attention by a kernel that holds no scores: JAX's own for TPUs, with the types that
-`check_vma=True` asks for.
+"""Causal attention by JAX's flash kernel for TPUs, which does not store the scores, with the types
+that `shard_map(check_vma=True)` needs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
 """
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.attention import grouped
 
-# Tokens that a kernel takes at once: the largest that divides T; 128 is the least.
+# Numbers of tokens that the kernel may take at once, in order of preference: it must divide T.
 BLOCKS = (512, 256, 128)
 
 
@@ -51,13 +51,14 @@ def attention(
 
 
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
-    """Returns JAX's flash attention, [B, H, T, K], of arrays [B, H, T, K], `block` tokens at a
-    time.
+    """Returns JAX's flash attention, [B, H, T, K], of arrays [B, H, T, K]; the kernel takes `block`
+    tokens at a time.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
-    # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times: the least is best.
+    # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times, so the smallest
+    # block needs the least memory.
     sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
     return kernels.flash_attention(
         q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes
@@ -100,6 +101,7 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):
+            """Returns the pullback of `cotangent`, rebuilt from its leaves."""
             return jax.tree.unflatten(pullback.tree, leaves)(cotangent)
 
         return tuple(_run(_untyped(cotangents, cotangent, *leaves), (cotangent, *leaves)))

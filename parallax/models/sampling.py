@@ -50,10 +50,10 @@ class Cached(NamedTuple):
     Both return the logits after the last token.
 
     Attributes:
-        begin: `(tokens [B, P], places) -> (logits [B, V], cache)`: runs the prompt; the cache has
-            `places` places, of which the prompt fills the first P.
-        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)`: runs one more token of each
-            sequence, at the place `first`.
+        begin: `(tokens [B, P], places) -> (logits [B, V], cache)` computes the prompt. The cache
+            has room for `places` tokens, and the prompt fills its first P places.
+        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)` computes one more token of
+            each sequence, at the place `first`.
     """
 
     begin: Callable[..., tuple[Float[Array, "batch vocabulary"], PyTree]]
@@ -65,7 +65,7 @@ class Writer(NamedTuple):
 
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each of them.
-        window: the most tokens that a new token is drawn from; static.
+        window: the most tokens before a new token that its logits depend on; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
         name: the name that errors begin with.
@@ -86,10 +86,11 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
     """
 
     def begin(tokens, places):
-        """Returns the logits after a prompt [B, P], [B, V], and its cache of S = `places`."""
+        """Returns the logits [B, V] after a prompt [B, P], and its cache with S = `places`."""
 
         def pad(old, new):
-            """Returns keys or values [B, P, G, K] as [B, S, G, K]; there are no old ones."""
+            """Returns the new keys or values [B, P, G, K], padded to [B, S, G, K]; `old` is
+            None."""
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
         return _run(parts, model, tokens, None, 0, pad)
@@ -257,8 +258,8 @@ def sampled(
     keys = jax.random.split(key, tokens)
     first_tokens = jnp.zeros(0, jnp.int32)
     if cached_model is not None and tokens:
-        # These tokens can be drawn before the window moves: the last one is drawn from a window
-        # that is just full.
+        # The number of tokens that can be drawn before the window moves: the last of them is drawn
+        # from a full window, so there is one more than the window has free places.
         fit = min(tokens, window - ids.size + 1)
         first_tokens = _with_cache(cached_model, token_of, ids, keys[:fit])
         ids = jnp.concatenate([ids, first_tokens])[-window:]
@@ -302,13 +303,14 @@ def _with_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each key, computed with a cache of keys and
-    values.
+    values. `token_of` is the function of `_token_of`.
     """
+    # The last token is drawn and not computed, so the cache needs no place for it.
     row, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
     token = token_of(row[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
-        """Returns the token after `token`, which stands at `place`, as a step of `lax.scan`."""
+        """Returns the token after the carry's, which is at `place`, as a step of `lax.scan`."""
         (token, cache), (key, place) = carry, inputs
         row, cache = model.go_on(token[None], cache, place)
         new = token_of(row[0], key, token == NOTHING)
@@ -326,9 +328,10 @@ def _without_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each key, each computed from the whole window.
+    `token_of` is the function of `_token_of`.
 
-    The tokens are the first of the window's places, and zeros fill the rest. Once they fill all
-    places, the window moves.
+    The tokens fill the first places of the window, and zeros the rest. When the window is full, it
+    moves by one place for each token.
     """
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
@@ -338,8 +341,9 @@ def _without_cache(
         The carry is the window, [window], and how many of its places the tokens fill.
         """
         seen, filled = carry
+        # The logits after the last token; attention is causal, so the zeros behind do not matter.
         token = token_of(logits(seen[None])[0, filled - 1], key, (seen == NOTHING).any())
-        seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))
+        seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))  # drops the oldest token
         filled = jnp.minimum(filled + 1, window)
         return (seen.at[filled - 1].set(token), filled), token
 
@@ -353,7 +357,7 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """Returns the logits to draw from, in float32 or wider: less their maximum, divided by
+    """Returns the logits to draw from, in float32 or wider: minus their maximum, divided by
     `temperature`, and -inf for tokens that must not be drawn.
 
     At temperature 0 all logits are -inf but the largest (the first of equal ones), which is 0.
@@ -366,7 +370,7 @@ def filtered(
     """
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     scale = jnp.asarray(temperature, wide.dtype)
-    # Less the maximum no logit is above 0, so a small temperature overflows to -inf, never to inf.
+    # Without the maximum no logit is above 0, so a small temperature gives -inf and never inf.
     shifted = wide - jnp.max(wide)
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
@@ -376,9 +380,12 @@ def filtered(
         scores = jnp.where(scores < least, -jnp.inf, scores)
     wrong = jnp.isnan(shifted).any() | ~((scale >= 0) & (scale < jnp.inf))
     if top_p is not None:
+        # A Python number is subtracted in float64, which is exact enough for a top_p near 1.
         dropped_share = 1 - top_p if isinstance(top_p, jax.Array) else 1 - float(top_p)
         dropped_share = jnp.asarray(dropped_share, wide.dtype)
         order = jnp.argsort(scores)
+        # From the least likely token on, drop tokens while their sum is at most 1 - top_p; the
+        # likeliest one, which is last, always stays.
         below = jnp.cumsum(jax.nn.softmax(scores[order])) <= dropped_share
         scores = scores.at[order].set(jnp.where(below.at[-1].set(False), -jnp.inf, scores[order]))
         wrong |= ~((dropped_share >= 0) & (dropped_share <= 1))
@@ -386,9 +393,8 @@ def filtered(
 
 
 def _scalar(needed: str, value: Any, most: float) -> Any:
-    """Returns a number. It must be finite and from 0 to `most`; a tracer has no value to check.
-
-    Errors begin with `needed`.
+    """Returns `value`, a scalar, after a check that it is finite and from 0 to `most`; the value of
+    a tracer is unknown and is not checked. Errors begin with `needed`.
     """
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"{needed}; got {value!r}.")
@@ -415,5 +421,6 @@ def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
             "jax.vmap."
         )
     argument_checks.check_tokens(name, prompt[None], vocabulary)
+    # A bound beyond the prompt's type, such as 50256 for int8, would not be representable in it.
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
     return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))

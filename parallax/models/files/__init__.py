@@ -1,10 +1,10 @@
-"""Models in Hugging Face's folders: `config.json`, safetensors, and what lies beside them, for any
-family of models.
+"""Reads and writes models in Hugging Face's folders, for any family of models: `config.json`,
+safetensors, and files such as those of a tokenizer.
 
-A family is one `Format`, a record of tables: which field of `config.json` is which size, which
-values the code stands for, which tensor is which leaf. All that reads, checks, refuses and writes
-is here, once. What comes from a file becomes a typed record at the border, or is refused in a
-sentence that names the file and the field.
+A family has one `Format`, a record of tables: the size that each field of `config.json` states, the
+values of each field that the code supports, and the leaf that each tensor is. The code that reads,
+checks and writes is the same for all families. A field or a tensor that is not in the tables is
+refused with an error that names the file.
 """
 
 from parallax.models.files.fields import Fields, Number, Part

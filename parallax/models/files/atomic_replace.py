@@ -1,10 +1,10 @@
-"""Replaces the files of a folder all at once: it holds the old model, the new one, or none that
-can be read.
+"""Replaces the files of a folder all at once: the folder holds the old model, the new model, or no
+model that can be read.
 
-The new files are written into a folder of their own, and synced. Then `last` is removed, without
-which nobody reads the folder; the others are replaced; the new `last` comes last. An error on the
-way restores the old files. A kill leaves a folder without `last`, with the old files in
-`.saving/old`, which the next save clears.
+The new files are written into a folder of their own, and synced. Then the file `last` is removed,
+without which no reader accepts the folder. Then the other files are replaced, and the new `last` is
+moved in at the end. An error on the way restores the old files. A kill leaves a folder without
+`last`, with the old files in `.saving/old`; the next save removes them.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ STAGE = ".saving"
 
 @contextlib.contextmanager
 def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[Path]:
-    """A new folder to write files into. When the block ends they take the place of those of the
-    same names in `folder`.
+    """Yields a new folder to write files into. When the `with` block ends, the new files replace
+    those of the same names in `folder`.
 
     Args:
-        folder: is made where it is not there.
-        last: the file without which the others are not read.
-        gone: files that leave `folder` where no new one takes their place.
+        folder: the folder of the model; it is made if it does not exist.
+        last: the name of the file without which no reader accepts the folder.
+        gone: the names of old files to remove, if no new file replaces them.
 
     Raises:
-        OSError: a file could not be written or moved. `folder` is as it was before.
+        OSError: a file could not be written or moved. `folder` is then as it was before.
     """
     stage = folder / STAGE
     new, old = stage / "new", stage / "old"
     folder.mkdir(parents=True, exist_ok=True)
     if stage.is_dir():
-        shutil.rmtree(stage)  # of a save that was killed
+        shutil.rmtree(stage)  # left by a save that was killed
     try:
         new.mkdir(parents=True)
         old.mkdir()
@@ -46,7 +46,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         shutil.rmtree(stage, ignore_errors=True)
         raise
     _swap(folder, new, old, last, {*gone})
-    # The new files are in their place, so an old one that cannot be removed is no error.
+    # The new files are in place, so it is no error if an old file cannot be removed.
     shutil.rmtree(stage, ignore_errors=True)
 
 
@@ -59,6 +59,7 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
     moved: list[tuple[Path, Path]] = []
 
     def move(source: Path, target: Path) -> None:
+        """Moves a file, and notes the move so that it can be undone."""
         os.replace(source, target)
         moved.append((source, target))
 

@@ -1,7 +1,9 @@
-"""`config.json` as a table: every field that it may have, and the values that this code computes.
+"""`config.json` as a table: every field that it may have, and the values of each field that this
+code supports.
 
-A field is a size of the model, or it must have the one value that the code computes, or it changes
-no logits. Any other field is refused by name, so nothing that transformers obeys is ignored.
+There are three kinds of fields. *Numbers* state the sizes and rates of the model. Fields of `only`
+must have a value that the code supports. *Free* fields change no logits. Any other field is refused
+by name, so no field that changes what transformers computes is ignored.
 """
 
 import hashlib
@@ -20,12 +22,12 @@ class Number:
     """A number of the model, and the fields that state it.
 
     Args:
-        names: the fields that state it, which must agree; all are written.
-        aliases: other names, which must agree too, and are not written.
-        nullable: those of them that may be null, which means that they are left out.
-        kind: `int` or `float`; or `bool`, for a choice.
+        names: the fields that state the number, which must agree; `save` writes all of them.
+        aliases: other names of the field, which must agree too, and are not written.
+        nullable: the fields that may be null, which means the same as if they were left out.
+        kind: `int`, `float` or `bool`.
         default: the value of a field of `names` that is left out, or a function from all fields to
-            it; None: one field must be present.
+            that value; None: at least one field must be present.
     """
 
     names: tuple[str, ...]
@@ -35,8 +37,9 @@ class Number:
     default: float | int | bool | Callable[[Mapping[str, Any]], Any] | None = None
 
     def read(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the number. Raises `ValueError` if it is missing, stated twice, or of another
-        type."""
+        """Returns the number that `fields` state. Raises `ValueError` if it is missing, if two
+        fields disagree, or if a field is of another type.
+        """
         stated: dict[str, Any] = {}
         if self.default is not None:
             default = self.default(fields) if callable(self.default) else self.default
@@ -57,7 +60,7 @@ class Number:
         return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
-        """Returns the fields that state this number."""
+        """Returns the fields that state the number `value`."""
         return dict.fromkeys(self.names, value)
 
 
@@ -67,8 +70,10 @@ class Part:
 
     Args:
         names: the fields that it is read from.
-        read: from all fields to the value. It raises `ValueError`.
-        written: from the value to the fields that are written.
+        read: a function from all fields to the value; it raises `ValueError` for a wrong field.
+        written: a function from the value to the fields that are written.
+        aliases: other names of these fields, which are not written.
+        kind: the type of the value; only numbers of kind `int` are named in errors as sizes.
     """
 
     names: tuple[str, ...]
@@ -78,8 +83,8 @@ class Part:
     kind: type = object
 
 
-# Fields of every model of transformers that change no logits, and the types that transformers
-# takes; () means any type.
+# Fields of every model of transformers that change no logits, and the types of their values that
+# transformers accepts; () means any type.
 FREE: dict[str, tuple[type, ...]] = {
     "architectures": (),
     "id2label": (),
@@ -102,7 +107,8 @@ FREE: dict[str, tuple[type, ...]] = {
     "eos_token_id": (int, type(None), list),
     "pad_token_id": (int, type(None)),
 }
-# Fields of every model of transformers that its code obeys, and the values that ours computes.
+# Fields of every model of transformers that change what it computes, and the values of each that
+# this code supports.
 ONLY: dict[str, tuple] = {
     "is_causal": (True,),
     "is_decoder": (False, True, None),
@@ -114,6 +120,7 @@ ONLY: dict[str, tuple] = {
     "transformers_weights": (None,),
     "auto_map": (None,),
 }
+# Fields that `write` or transformers sets by itself.
 WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 
@@ -122,14 +129,15 @@ class Fields:
     """The table of a family's `config.json`.
 
     Args:
-        model_type: the family's name there.
-        title: its name in a sentence.
+        model_type: the family's name in the file.
+        title: the family's name in errors.
         numbers: each argument of the family's configuration that files state, and its fields.
-        only: the values of a field that the code computes; the first one holds if the field is left
-            out, and a new model is written with it.
-        derived: from the numbers to the same; these follow from the numbers, and are not written.
-        free: fields that change no logits, in addition to `FREE`, and their types.
-        new: from the numbers to the other fields that a new model is written with.
+        only: the supported values of each field that changes what transformers computes. A file
+            that leaves the field out means the first value, and a new model is written with it.
+        derived: a function from the numbers to a table like `only`, of fields whose supported
+            values depend on the numbers; these fields are not written.
+        free: fields that change no logits, in addition to `FREE`, and the types of their values.
+        new: a function from the numbers to the other fields that a new model is written with.
     """
 
     model_type: str
@@ -141,26 +149,27 @@ class Fields:
     new: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-        """Returns the numbers that `file` states, and the fields in which it differs from a new
-        model.
+        """Returns the numbers that `file` states, and its differences from the file of a new model.
 
-        Each of those fields comes with its value as JSON, which is "" if the file leaves it out.
+        A difference is the name of a free field, or of a field of `only`, with its value as JSON,
+        or with "" if the file leaves the field out. `save` writes these values again.
 
         Raises:
-            ValueError: a field is missing, unknown, or has a value that the model has no code for.
+            ValueError: a field is missing, unknown, or has a value that the code does not support.
         """
-        fields, stays = read_json(file), ONLY | dict(self.only)
+        fields, supported = read_json(file), ONLY | dict(self.only)
         try:
-            self._check_values(fields, {"model_type": (self.model_type,)} | stays)
+            self._check_values(fields, {"model_type": (self.model_type,)} | supported)
             numbers = {name: number.read(fields) for name, number in self.numbers.items()}
             derived = self.derived(numbers)
             self._check_values(fields, derived)
-            self._check_known(fields, {*stays, *derived})
+            self._check_known(fields, {*supported, *derived})
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        passed_on = {*FREE, *self.free, *stays}
+        passed_on = {*FREE, *self.free, *supported}
         came = _as_json({name: fields[name] for name in fields.keys() & passed_on})
         new = _as_json(self._new(numbers))
+        # A field of `only` that the file leaves out has the value of a new model: no difference.
         names = sorted(came.keys() | (new.keys() & {*FREE, *self.free}))
         differing = (
             (name, came.get(name, "")) for name in names if came.get(name) != new.get(name)
@@ -168,8 +177,9 @@ class Fields:
         return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """Returns the error of a configuration, with the fields of `file` that state its
-        numbers."""
+        """Returns a configuration's error with the names of the fields of `file` that state the
+        numbers which the error mentions.
+        """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
             for name, number in self.numbers.items()
@@ -180,27 +190,29 @@ class Fields:
     def write(
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
-        """Returns the fields of a `config.json` of these numbers, with the `differing` ones of
-        `read`."""
+        """Returns the fields of a `config.json` with these numbers, with the differences from a new
+        model that `read` found, and with the weights' `dtype`.
+        """
         texts = _as_json(self._new(numbers)) | dict(differing)
-        fields = {name: json.loads(text) for name, text in texts.items() if text}
+        fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out
         for name, number in self.numbers.items():
             fields |= number.written(numbers[name])
         return {"model_type": self.model_type, **fields, "torch_dtype": dtype}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """Returns the sha256 of the numbers that say what the weights mean; dropout rates are left
-        out."""
+        """Returns the sha256 of the family's name and of all numbers but the dropout rates, which
+        do not change the meaning of the weights.
+        """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
         text = json.dumps([self.model_type, meant], default=vars)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a new model, without those of its numbers."""
+        """Returns the fields that a new model is written with, without those of its numbers."""
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
-        """Refuses fields of the file whose value is none of those in `only`."""
+        """Refuses fields of a file whose value is not among the supported ones, `only`."""
         for name in fields.keys() & only.keys():
             value, values = fields[name], only[name]
             # Compared with their types: in Python 1 == True and 0 == False.
@@ -211,7 +223,9 @@ class Fields:
                 )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
-        """Refuses fields that are in no table nor in `others`, and values of a wrong type."""
+        """Refuses fields that are neither in a table nor in `others`, and free fields of a wrong
+        type.
+        """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():
             known |= {*number.names, *number.aliases}

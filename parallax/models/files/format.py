@@ -1,4 +1,7 @@
-"""The reader and the writer of a family's models: driven by its `Format`, a record of tables."""
+"""Reads and writes models of any family, by the family's `Format`, a record of tables.
+
+A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file.
+"""
 
 import contextlib
 import json
@@ -34,14 +37,16 @@ class Format:
     Args:
         model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
             `config` is static.
-        config: the class of its configuration: the numbers of `fields` by name, and `origin`.
+        config: the class of its configuration; its arguments are the numbers of `fields`, and
+            `origin`.
         fields: the table of `config.json`.
-        leaves: from a configuration to the table of the tensors, by the path of the leaf in the
-            model.
-        prefix: what the names of tensors begin with; a file may leave it out.
-        no_weights: a pattern of the names of tensors that are no weights, as old files have them.
-        module: that has `load` and `save`, for errors, where it has another name than the family's
-            `model_type`.
+        leaves: a function from a configuration to the table of tensors: the `Leaf` for each path of
+            a leaf in the model.
+        prefix: the beginning of the tensors' names; a file may leave it out.
+        no_weights: a pattern of the names of tensors to ignore, which are in old files and are not
+            weights.
+        module: the module with `load` and `save`, which errors name, if its name is not the
+            family's `model_type`.
     """
 
     model: type[Any]
@@ -54,15 +59,15 @@ class Format:
 
     @property
     def name(self) -> str:
-        """Of the family: `gpt2`."""
+        """The name of the family's module, such as `gpt2`."""
         return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
-        """Returns the numbers that a file states, of a configuration."""
+        """Returns the numbers of a configuration that a file states."""
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
-        """Returns the model, as shapes and types."""
+        """Returns a model of `jax.ShapeDtypeStruct`s."""
         return eqx.filter_eval_shape(self.model, config, key=jax.random.key(0), dtype=dtype)
 
 
@@ -73,13 +78,13 @@ def load(
     dtype: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns the model at `path`, with its weights in `dtype`, on JAX's default device: as
-    `gpt2.load` says, for any family.
+    """Returns the model at `path`, with its weights in `dtype`, on JAX's default device. It is
+    `gpt2.load` for any family, and has its errors.
 
     Args:
         format_: the family's tables.
         path: a folder, a safetensors file, or a name on the hub.
-        dtype: of the weights.
+        dtype: the type of the weights in memory.
         options: arguments of the configuration that no file states.
     """
     dtype = _check_dtype(format_, dtype)
@@ -107,13 +112,16 @@ def load(
         shapes = format_.shapes(config, dtype)
 
         def read(path, shape):
+            """Returns the leaf at `path`, of this shape and type, from its tensors."""
             return leaves[mesh.dotted(path)].read(shape, stored)
 
         return jax.tree.map_with_path(read, shapes)
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
-    """Writes `model` into the folder `path`: as `gpt2.save` says, for any family."""
+    """Writes `model` into the folder `path`, and returns a sentence about its tokenizer. It is
+    `gpt2.save` for any family, and has its errors.
+    """
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():
         raise ValueError(
@@ -128,7 +136,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     if origin.generation is not None:
         texts[GENERATION] = json.loads(origin.generation)
     tokenizer = origin.tokenizer_files()
-    # A later save removes these files, if it does not write them again.
+    # The metadata lists these files, so a later save can remove those that it does not write again.
     written_too = sorted({*texts, *(file.name for file in tokenizer)} - {CONFIG})
     metadata = {
         "format": "pt",
@@ -171,16 +179,16 @@ def _note(folder: Path, tokenizer: list[Path]) -> str:
 
 
 def _widest(dtypes: set[np.dtype]) -> np.dtype:
-    """Returns the smallest type that holds every number of these types."""
+    """Returns the smallest floating-point type that represents all numbers of these types."""
     size = max(dtype.itemsize for dtype in dtypes)
     largest = [dtype for dtype in dtypes if dtype.itemsize == size]
-    # Neither of float16 and bfloat16 holds the other.
+    # float16 and bfloat16 do not contain each other, so their common type is float32.
     return largest[0] if len(largest) == 1 else np.dtype(np.float32)
 
 
 def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
-    """Returns the tensors of a whole model, by name. Raises `ValueError` for one that could not be
-    loaded.
+    """Returns the tensors of a whole model, by their names in the file. Raises `ValueError` for a
+    model that `load` could not load again.
     """
     name = f"{format_.name}.save"
     config = getattr(model, "config", None)
@@ -210,8 +218,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a leaf of the model, in the host's memory. Raises `ValueError` for one that is not
-    there, or is another.
+    """Returns the leaf at `path` in the host's memory. Raises `ValueError` if it is not an array of
+    this shape and of a type that a file holds, or if this process does not have its values.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
@@ -246,7 +254,9 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
-    """Returns `dtype`, of NumPy. Raises `ValueError` for one that no file holds."""
+    """Returns `dtype` as a NumPy dtype. Raises `ValueError` for a type that no file holds, and for
+    float64 if JAX has it disabled.
+    """
     try:
         checked = jnp.dtype(dtype)
     except TypeError:

@@ -1,4 +1,4 @@
-"""JSON from a file that somebody else wrote: an object, or an error that says what is wrong."""
+"""Reads a JSON object from a file of unknown origin, or raises an error that says what is wrong."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from parallax import _files
 
 DIGITS = 19  # 64 bits; longer numbers are no size or token of anything
-# Objects and lists in a file. A configuration has ten; a thousand in one another would overflow the
-# stack of whoever writes them again.
+# The most objects and lists in a file. A configuration has about ten. A thousand nested ones would
+# overflow the stack when they are written again.
 MOST = 64
 AGAIN = "Copy or download it again."
 
@@ -34,7 +34,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    """Returns `value` as Python writes it, cut if it is long."""
+    """Returns `repr(value)` for an error, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # of an integer of more digits than Python writes
@@ -43,7 +43,7 @@ def short(value: Any) -> str:
 
 
 def _integer(digits: str) -> int:
-    """Returns an integer of a JSON file. Refuses one of more than `DIGITS` digits."""
+    """Returns the integer that the text `digits` states; refuses more than `DIGITS` digits."""
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
             f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, one file in it, or a name on the Hugging Face hub."""
+"""Finds the files of a model: by a folder, by one file in it, or by a name on the Hugging Face hub."""
 
 import os
 import re
@@ -13,16 +13,16 @@ WANTED = [CONFIG, GENERATION, ADAPTER, INDEX, "model*.safetensors", *TOKENIZER]
 
 
 def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
-    """Returns the folder of the model, and the one file of its weights, where `path` names that.
+    """Returns the folder of the model; and the file of its weights if `path` is a file, else None.
 
     Args:
         path: a folder, a safetensors file, or a name on the hub.
-        asks: who needs it, for errors: "gpt2.load".
+        asks: the caller's name, which errors begin with, such as "gpt2.load".
 
     Raises:
-        FileNotFoundError: there is none, or it has no configuration.
-        ImportError: a name on the hub, and the hub's client is not installed.
-        ValueError: another kind of file, or an adapter.
+        FileNotFoundError: there is no such folder, or it has no `config.json`.
+        ImportError: `path` is a name on the hub, and the hub's client is not installed.
+        ValueError: `path` is another kind of file, or the folder holds an adapter.
     """
     folder, file = Path(path), None
     if folder.is_file():
@@ -33,6 +33,7 @@ def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
             )
         folder, file = folder.parent, folder
     elif not folder.is_dir():
+        # Anything that cannot be a name on the hub is a mistyped path: the hub is not asked.
         if (
             not isinstance(path, str)
             or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
@@ -61,7 +62,9 @@ def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
 
 
 def _downloaded(name: str, asks: str) -> Path:
-    """Returns the folder of a model that the Hugging Face hub gives; `asks` begins the errors."""
+    """Returns the folder into which the Hugging Face hub's client put the model `name`; errors
+    begin with `asks`.
+    """
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -72,9 +75,7 @@ def _downloaded(name: str, asks: str) -> Path:
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED))
-    except (
-        Exception
-    ) as error:  # whatever the hub's client raises, of its own or of the library under it
+    except Exception as error:  # the client raises its own errors and those of its HTTP library
         raise FileNotFoundError(
             f"{asks}: there is no folder {name!r} here, and the Hugging Face hub did not give a "
             "model of that name: "

@@ -1,4 +1,6 @@
-"""The fields and files that came with a model and are not computed with, for `save`."""
+"""`Origin`: the fields and files that came with a model and that the model does not use. `save`
+writes them again.
+"""
 
 import json
 from dataclasses import dataclass
@@ -22,12 +24,12 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Origin:
-    """What came with a model and is not computed with. It can be compared and hashed, as a static
-    part of a model must be.
+    """The fields and files that came with a model and that the model does not use. It can be
+    compared and hashed, as a static part of a model must be.
 
     Attributes:
         fields: the fields of `config.json` that differ from those of a new model, each with its
-            value as JSON, which is "" for one that the file leaves out.
+            value as JSON, or with "" if the file leaves the field out.
         generation: `generation_config.json`, as JSON; None if there was none.
         tokenizer: the folder that the model came from, if it has files of a tokenizer.
     """
@@ -50,7 +52,9 @@ class Origin:
         )
 
     def tokenizer_files(self) -> list[Path]:
-        """Returns the files of the tokenizer. Raises `ValueError` if they are gone."""
+        """Returns the files of the tokenizer; none if the model came without one. Raises
+        `ValueError` if they are gone.
+        """
         if self.tokenizer is None:
             return []
         files = [Path(self.tokenizer, name) for name in TOKENIZER]

@@ -1,5 +1,7 @@
-"""Tensors in safetensors files, read by their headers: what a folder holds, before a number of it
-is read.
+"""The tensors of a model in safetensors files. Their names, shapes and types are read from the
+files' headers and checked before any number is read.
+
+A *leaf* is an array of the model in memory. It is stored as one tensor, or as one for each layer.
 """
 
 import contextlib
@@ -21,25 +23,26 @@ from parallax.models.files.json_file import read_json, short
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
 MERGE = "Merge it into its model first: peft's merge_and_unload(), then save_pretrained(folder)."
-# In a file's metadata: the fingerprint of the configuration that its weights belong to, and the
-# files that were saved beside it,
-# which a later save may remove.
+# Keys of a file's metadata: the fingerprint of the configuration that its weights belong to, and
+# the files that were saved beside it, which a later save may remove.
 MEANT, WROTE = "parallax.configuration", "parallax.beside"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of a model as tensors of a file: one, or one for each layer (and each expert), which
-    the leaf has as first dims.
+    """The tensors in which a file stores a leaf of the model: one tensor, or one for each layer
+    (and each expert). Layers and experts are the first dims of the leaf.
 
     Args:
-        name: of the tensors, with a word in braces for each of `over`: `h.{layer}.ln_1.weight`.
-        shape: of each tensor in the file. The leaf has the same numbers in the same order, and may
-            end in more, which are 0.
-        over: how many there are of each word, in the order of the leaf's first dims.
-        transposed: the file has the tensor as [out, in], and the leaf as [in, out].
-        copies: other names under which a file may hold the same tensor once more: a tied head.
-        outside: the name is whole, without the family's prefix.
+        name: the name of the tensors, with a word in braces for each entry of `over`:
+            `h.{layer}.ln_1.weight`.
+        shape: the shape of each tensor in the file. The leaf has the same numbers in the same
+            order, and may have zeros after them as padding.
+        over: each word in braces with the number of its values, in the order of the leaf's first
+            dims: `(("layer", 12),)`.
+        transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
+        copies: other names under which a file may hold a copy of the tensor, as of a tied head.
+        outside: whether the name is complete, without the family's prefix.
     """
 
     name: str
@@ -51,38 +54,46 @@ class Leaf:
 
     @property
     def count(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors of the leaf."""
         return math.prod(size for _, size in self.over)
 
     def names(self) -> Iterator[str]:
-        """Returns the names of the tensors, in the order of the leaf."""
+        """Yields the names of the tensors, in the order of the leaf's first dims."""
         words = [word for word, _ in self.over]
         for places in itertools.product(*(range(size) for _, size in self.over)):
             yield self.name.format(**dict(zip(words, places, strict=True)))
 
     def read(self, like: Any, stored: Mapping[str, "Stored"]) -> jax.Array:
-        """Returns the leaf, in the type and shape of `like`. Raises `ValueError` where a number is
-        beyond its type.
+        """Returns the leaf, in the type and shape of `like`, from the tensors `stored` by name.
+
+        Raises `ValueError` if a number is too large for the type.
         """
-        array = np.zeros(like.shape, like.dtype)
+        array = np.zeros(like.shape, like.dtype)  # its last numbers may be padding, and stay 0
         parts = array.reshape(self.count, -1)
         for part, name in zip(parts, self.names(), strict=True):
             part[: math.prod(self.shape)] = self._turned(stored[name].cast(like.dtype)).reshape(-1)
         return jnp.asarray(array)
 
     def write(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Returns the tensors of the leaf `array`, by name."""
+        """Yields the name and the value of each tensor of the leaf `array`, without padding."""
         shape = self.shape[::-1] if self.transposed else self.shape
         parts = np.ascontiguousarray(array).reshape(self.count, -1)
         for name, part in zip(self.names(), parts, strict=True):
             yield name, np.ascontiguousarray(self._turned(part[: math.prod(shape)].reshape(shape)))
 
     def _turned(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the tensor, transposed if file and leaf have its dims in different orders."""
         return tensor.T if self.transposed else tensor
 
 
 class Stored(NamedTuple):
-    """One tensor of an opened file; `name` is the one it has there."""
+    """One tensor of an opened safetensors file.
+
+    Attributes:
+        name: the name of the tensor in the file.
+        file: the file.
+        handle: the opened file, of `safetensors.safe_open`.
+    """
 
     name: str
     file: Path
@@ -95,20 +106,20 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the file's header."""
+        """The shape of the tensor, from the file's header."""
         return tuple(self.handle.get_slice(self.name).get_shape())
 
     @property
     def kind(self) -> str:
-        """Its type, as the header has it: `F32`."""
+        """The type of the tensor as the header names it, such as `F32`."""
         return self.handle.get_slice(self.name).get_dtype()
 
     def array(self) -> np.ndarray:
-        """Returns its numbers."""
+        """Reads and returns the tensor."""
         return self.handle.get_tensor(self.name)
 
     def cast(self, dtype: Any) -> np.ndarray:
-        """Returns its numbers in `dtype`. Raises `ValueError` where a finite one becomes
+        """Returns the tensor in `dtype`. Raises `ValueError` if a finite number becomes
         infinite."""
         array = self.array()
         with np.errstate(over="ignore"):
@@ -122,11 +133,11 @@ class Stored(NamedTuple):
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """Returns the safetensors files of a model in `folder`, and the index that lists them, where
-    there are several.
+    """Returns the safetensors files of a model in `folder`; and the index that lists them, or None
+    if there is one file.
 
     Raises:
-        FileNotFoundError: none is there, or one of those that the index lists is not.
+        FileNotFoundError: there is no file, or a file that the index lists is missing.
         ValueError: the index is damaged.
     """
     if (folder / WEIGHTS).is_file():
@@ -149,8 +160,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Returns which file beside `index` holds which tensor. Raises `ValueError` where it says
-    something else.
+    """Returns the name of the file beside `index` that holds each tensor. Raises `ValueError` if
+    the index is damaged, or names a file elsewhere.
     """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
@@ -172,12 +183,14 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened(
     stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
 ) -> dict[str, Stored]:
-    """Returns the tensors in all the files by their name without `prefix`; those whose name matches
+    """Returns the tensors of all files, by their names without `prefix`; tensors whose names match
     `no_weights` are left out.
 
+    The files stay open until `stack` closes. `index` is the file that lists them, or None.
+
     Raises:
-        ValueError: a file is no whole safetensors file, holds a tensor twice, or holds other
-            tensors than the index says.
+        ValueError: a file is not a whole safetensors file; a tensor is there twice; or a file does
+            not hold exactly the tensors that the index lists.
     """
     safetensors = library()
     listed: dict[str, set[str]] = {}
@@ -211,8 +224,8 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """Returns the names of the files that a save of ours wrote beside `weights`; none where it was
-    another program that wrote them.
+    """Returns the names of the files that an earlier `save` wrote beside `weights`, from its
+    metadata; none if another program wrote `weights`.
     """
     if not weights.is_file():
         return set()
@@ -227,8 +240,8 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuses weights that were saved with another configuration than `config`, where they say so:
-    a copy that was cut off.
+    """Refuses weights whose metadata has the fingerprint of another configuration than the one in
+    `config`, as after a copy that was interrupted. Files of other programs have no fingerprint.
     """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)
@@ -242,18 +255,18 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
 def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
-    """Refuses files that do not hold exactly the tensors of `leaves`. Reads no numbers but those of
-    copies.
+    """Refuses files that do not hold exactly the tensors of `leaves`. It reads only headers, and
+    the numbers of copies, which must equal their originals.
 
     Args:
-        stored: the tensors there.
-        leaves: the table of the model.
-        config: the file that asks for them, for errors.
-        what: the model and its sizes, in words: "GPT-2 of n_layer=3, n_head=2".
+        stored: the tensors in the files.
+        leaves: the table of the model's tensors.
+        config: the `config.json` that states the sizes, for errors.
+        what: the model and its sizes, for errors: "GPT-2 of n_layer=3, n_head=2".
     """
     asked = f"a {what}, as {config} says it is"
     count = sum(leaf.count for leaf in leaves.values())
-    if count > 4 * len(stored) + 10_000:  # which nobody waits for, name by name
+    if count > 4 * len(stored) + 10_000:  # a wrong size: listing every name would take too long
         raise ValueError(
             f"{_files_of(stored)}: there are {len(stored)} tensors; needed {count} for {asked}. "
             "Correct the sizes there."
@@ -286,7 +299,11 @@ def _check_names(
     asked: str,
     asks: str,
 ) -> None:
-    """Refuses tensors of an adapter, a missing tensor, and one that the model does not have."""
+    """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
+
+    `needed` and `copies` have the leaf of each name; `asked` and `asks` describe the model in
+    errors.
+    """
     files = _files_of(stored)
     if adapters := [
         tensor.name
@@ -309,13 +326,13 @@ def _check_names(
 
 
 def _files_of(stored: Mapping[str, Stored]) -> str:
-    """Returns the names of the files that the tensors are in."""
+    """Returns the names of the files that the tensors are in, for errors."""
     files = sorted({str(tensor.file) for tensor in stored.values()})
     return ", ".join(files) or "the safetensors file"
 
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
-    """Refuses a tensor of another shape than the model's, or of no floating-point type."""
+    """Refuses a tensor of another shape than `shape`, or whose type is not floating-point."""
     if tensor.shape != shape:
         raise ValueError(
             f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
@@ -329,7 +346,7 @@ def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
 
 
 def library() -> Any:
-    """Returns the package safetensors. Raises `ImportError` where it is not installed."""
+    """Returns the package safetensors. Raises `ImportError` if it is not installed."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -340,6 +357,6 @@ def library() -> Any:
 
 
 def some(names: list[str]) -> str:
-    """Returns the first of the names, how many more there are, and a verb."""
+    """Returns, for an error, the first name, the number of other names, and the verb "is"."""
     first = names[0] if len(names[0]) <= 200 and names[0].isprintable() else short(names[0])
     return f"{first} is" if len(names) == 1 else f"{first} (and {len(names) - 1} more) is"
