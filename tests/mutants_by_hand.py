@@ -952,7 +952,7 @@ PLACEMENT = (
     ),
     Mutant(
         "functions_of",
-        "return keep(block)",
+        "return rematerialised(block)",
         "return block",
         "test_plan.py::test_what_a_layer_keeps_is_what_jax_keeps",
     ),

@@ -1,4 +1,4 @@
-"""Finds the files of a model: by a folder, by one file in it, or by a name on the Hugging Face hub."""
+"""Finds a model's files: by a folder, one file in it, or a name on the Hugging Face hub."""
 
 import os
 import re

@@ -10,8 +10,10 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a new model: it ends a text as GPT-2 does, if its vocabulary has that
-    token."""
+    """Returns the fields that a new model is written with, without its numbers.
+
+    The token that ends a text is GPT-2's own, if the vocabulary has it, and otherwise none.
+    """
     end = _END if numbers["vocabulary"] > _END else None
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -25,7 +27,7 @@ def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Of the head for classification, which is not computed here: defaults and types.
+# Fields of transformers' classification head, which this code does not have: defaults and types.
 SUMMARY: dict[str, tuple[Any, tuple[type, ...]]] = {
     "summary_type": ("cls_index", (str,)),
     "summary_use_proj": (True, (bool,)),
@@ -64,9 +66,9 @@ FIELDS = Fields(
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """Returns the tensors of a GPT-2, by the path of the leaf."""
+    """Returns the tensors of each leaf of a GPT-2, by the leaf's path."""
     D, V = config.width, config.vocabulary
-    shapes = {
+    names_and_shapes = {  # the tensors' name, and the shapes of weight and bias
         "attention_norm": ("ln_1", (D,), (D,)),
         "attention.qkv": ("attn.c_attn", (D, 3 * D), (3 * D,)),
         "attention.out": ("attn.c_proj", (D, D), (D,)),
@@ -81,7 +83,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
         "norm.weight": Leaf("ln_f.weight", (D,)),
         "norm.bias": Leaf("ln_f.bias", (D,)),
     }
-    for ours, (theirs, weight, bias) in shapes.items():
+    for ours, (theirs, weight, bias) in names_and_shapes.items():
         table[f"blocks.{ours}.weight"] = Leaf(f"h.{{layer}}.{theirs}.weight", weight, layers)
         table[f"blocks.{ours}.bias"] = Leaf(f"h.{{layer}}.{theirs}.bias", bias, layers)
     return table

@@ -1,4 +1,6 @@
-"""GPT-2 as the recipe of `decoder` sees it, and as it writes."""
+"""GPT-2's `Family`, the record of functions for the recipe of `decoder`; and `sample`, which draws
+text.
+"""
 
 import functools
 
@@ -10,6 +12,7 @@ from parallax.models.gpt2.model import GPT2, Config, attention, rules
 
 
 def _uses_dropout(config: Config) -> bool:
+    """Returns whether one of the two dropout rates is above 0."""
     return config.dropout > 0 or config.attention_dropout > 0
 
 

@@ -32,6 +32,7 @@ def block(
     """Returns the residual stream after one block, as `block.apply` computes it."""
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
+        # The bias is [3, H, K], with the heads of this device.
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
@@ -62,7 +63,9 @@ def _layer(config, *, positions, comms, attend):
 
 
 def _add_positions(model, x, keys, *, first, comms):
-    """Returns `x` with the learned embeddings of its positions, and with dropout."""
+    """Returns `x` plus the learned embeddings of the positions `first`, `first` + 1, ..., with
+    dropout.
+    """
     T = x.shape[1] * comms.token_shards
     whole = model.wpe
     static = isinstance(first, int)
@@ -104,7 +107,10 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns the key of each sequence for one place in the model: a layer, and a site in it."""
+    """Returns each sequence's key for the dropout at one site of a layer: 1 after the attention, 2
+    after the feed-forward, 3 in the attention weights. Site 0, after the embedding, has the layer
+    number L.
+    """
 
     def key_at(key):
         """Returns the key of one sequence."""

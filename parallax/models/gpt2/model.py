@@ -219,9 +219,9 @@ def attention(
     """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
     wider.
 
-    `jax.nn.dot_product_attention` takes its softmax in float32 for float64 inputs too, which costs
-    the last digits. `drop` is applied to the weights, [B, H, T, S]. With `segments`, a token sees
-    those of its own document, by number.
+    `jax.nn.dot_product_attention` is not used: it computes its softmax in float32 for float64
+    inputs too, which costs the last digits. `drop` is applied to the attention weights, [B, H, T,
+    T]. `segments` is the number of each token's document: a token sees only its own document.
     """
     T, K = q.shape[1], q.shape[3]
     scores = jnp.einsum("bthk,bshk->bhts", q * K**-0.5, k)
@@ -237,11 +237,12 @@ def attention(
 def rules(
     axis_name: AxisName = "tensor", *, stage: str | None = None, size: int = 1
 ) -> Callable[..., Any]:
-    """Returns how a GPT-2 is split over `axis_name`: attention by heads, the feed-forward by its
-    hidden dim, the vocabulary by rows.
+    """Returns the rule that splits a GPT-2 over `axis_name`: attention by heads, the feed-forward
+    by its hidden dim, the vocabulary by rows.
 
-    With `stage`, how one is split whose blocks are [v, L / v, ...]: the layers of each chunk over
-    the stages, the vocabulary over both axes. It is the same for any `size` of the axis.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...]: it splits the layers of
+    each chunk over the stages, and the vocabulary over both axes. The rule is the same for any
+    `size` of the axis.
     """
     layers = (None,) if stage is None else (None, stage)
     specs = {

@@ -1,9 +1,9 @@
 """GPT-2's weights in Hugging Face's layout: `models.files` reads and writes them by the tables in
 `configuration`.
 
-A tensor there is a leaf of ours at one layer, the same numbers in the same order: `c_attn`, [D, 3
-D], is our [D, 3, H, K]. So nothing is transposed. Only the embedding differs, by the rows that pad
-our vocabulary, which no file holds.
+A tensor in a file is one of our leaves at one layer, with the same numbers in the same order:
+`c_attn`, [D, 3 D], is our [D, 3, H, K]. So nothing is transposed. Only our embedding differs: it
+also has the rows that pad the vocabulary, which no file holds.
 """
 
 import os
@@ -21,23 +21,23 @@ def load(
 ) -> GPT2:
     """Returns the GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
 
-    Leaves are read one at a time: beside the model there is never more than one of them in memory.
-    To put the model on a mesh of smaller devices, read it into the host's memory and send each
-    device its part:
+    Leaves are read one after another, so at most one leaf is in memory beside the model. If the
+    model is too large for one device, read it into the host's memory and send each device of a mesh
+    its part:
 
         with jax.default_device(jax.devices("cpu")[0]):
             model = gpt2.load("gpt2")
         model = mesh.place(model, rules.specs(model, gpt2.rules("tensor"), mesh_), mesh_)
 
-    What the files say beside the model's sizes and weights is kept in `model.config.origin`, and
-    `save` writes it again.
+    The other fields and files of the folder are kept in `model.config.origin`, and `save` writes
+    them again.
 
     Args:
         path: a folder with `config.json` and either `model.safetensors` or the shards that
             `model.safetensors.index.json` lists; or one safetensors file with `config.json` beside
-            it; or, where a string names nothing here, a model of the Hugging Face hub, such as
-            "gpt2".
-        dtype: what the weights become, whatever they are stored as.
+            it; or, if no such folder or file exists, the name of a model on the Hugging Face hub,
+            such as "gpt2".
+        dtype: the type of the weights in memory; the file may have another.
         vocabulary_multiple: the embedding gets rows of zeros up to a multiple of it, as in
             `Config`.
 
@@ -45,9 +45,9 @@ def load(
         FileNotFoundError: a file is missing, or the hub did not give the model.
         ImportError: the extra `hub` is not installed.
         ValueError: a file is damaged; a tensor is missing, unexpected, of another shape, or has a
-            number beyond `dtype`; a field is missing, unknown, or has a value that this model has
-            no code for; or the weights were saved with another configuration. One changed bit
-            inside a tensor is not noticed: the format carries no checksum.
+            number too large for `dtype`; a field is missing, unknown, or has a value that the code
+            does not support; or the weights were saved with another configuration. A changed number
+            inside a tensor is not noticed: the format has no checksum.
     """
     Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
     return files.load(
@@ -59,27 +59,26 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
-    Each leaf keeps its dtype; the widest is the one that `config.json` states, in which
-    transformers loads them all. The fields that `load` found and does not use,
-    `generation_config.json`, and the files of a tokenizer go out as they came in. So do those of a
-    model that was trained since.
+    Each leaf keeps its dtype. `config.json` states the widest of them, in which transformers loads
+    all weights. Fields that `load` found and the model does not use, `generation_config.json`, and
+    the files of a tokenizer are written as they were read, also after training.
 
-    A save replaces the files that it writes, and removes what an earlier save wrote beside them;
-    other files stay. New files take the place of old ones only once they are whole and on the disk:
-    a save that fails leaves what was there. One that is killed leaves the old model, the new one,
-    or a folder without `config.json`, which no one loads. On several processes, gather the model
-    first (`jax.experimental.multihost_utils.process_allgather(model, tiled=True)`), and let one
-    process save.
+    A save replaces the files that it writes, and removes files that only an earlier save wrote;
+    other files stay. New files replace old ones only after they are complete and on the disk, so a
+    save that fails changes nothing. A save that is killed leaves the old model, the new model, or a
+    folder without `config.json`, which `load` refuses. With several processes, gather the model
+    first (`jax.experimental.multihost_utils.process_allgather(model, tiled=True)`), and save in one
+    process.
 
     Returns:
-        In a sentence, what the folder holds, and which files of a tokenizer to copy there, where
-        the model came without.
+        A sentence that says what the folder holds. If the model came without a tokenizer, it tells
+        the user to copy the tokenizer's files there.
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        OSError: the folder could not be written. What was there is as it was.
+        OSError: the folder could not be written. Its files are as they were.
         ValueError: `path` is a file; a leaf is missing, deleted, or of another shape than the
-            configuration says, as in a shard or a stage; it is of a type that `load` would not
-            take; or the files of the tokenizer are gone.
+            configuration says, as in a shard or a stage; a leaf is of a type that `load` does not
+            accept; or the files of the tokenizer are gone.
     """
     return files.save(FORMAT, model, path)

@@ -1,8 +1,8 @@
 """The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for
 `models.files`.
 
-They are one model: Qwen 2 has biases of queries, keys and values, Qwen 3 norms of heads, Mixtral
-experts.
+All four are the model `Llama`: Qwen 2 adds biases of queries, keys and values, Qwen 3 adds norms of
+heads, and Mixtral has experts.
 """
 
 import dataclasses
@@ -15,21 +15,22 @@ from parallax.models.files.json_file import short
 from parallax.models.llama.model import Llama
 from parallax.models.llama.sizes import Config, Scaling
 
-THETA = 10_000.0  # where no field says another
-SCALED = {  # names of Llama 3's fields, and ours
+THETA = 10_000.0  # the base of rotary positions if no field states it
+SCALED = {  # names of Llama 3's fields, and the fields of our `Scaling`
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-NEEDED = {"default": (), "llama3": tuple(SCALED)}  # fields, by the type of rotary positions
+NEEDED = {"default": (), "llama3": tuple(SCALED)}  # the fields of each type of rotary positions
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of rotary positions, which are known and agree.
+    """Returns the fields of rotary positions of a `config.json`, checked: they are known, and
+    agree.
 
-    They are in `rope_parameters` since version 5 of transformers, and in `rope_theta` and
-    `rope_scaling` before it.
+    Since version 5 of transformers they are in the object `rope_parameters`; before, in
+    `rope_theta` and in the object `rope_scaling`.
     """
     rope: dict[str, Any] = {}
     for place in ("rope_scaling", "rope_parameters", None):
@@ -39,7 +40,7 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
                 f"{place} must be an object, or null; it is {short(record)}. Correct the file."
             )
         for stated_name, value in record.items():
-            name = "rope_type" if stated_name == "type" else stated_name
+            name = "rope_type" if stated_name == "type" else stated_name  # its old name
             if value is not None and rope.setdefault(name, value) != value:
                 raise ValueError(
                     f"{name} must be the same in both places; it is {short(rope[name])} and "
@@ -67,10 +68,12 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _theta(fields: Mapping[str, Any], usual: float = THETA) -> float:
+    """Returns the base of rotary positions, which is `usual` if no field states it."""
     return float(_rope(fields).get("rope_theta", usual))
 
 
 def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
+    """Returns the scaling of rotary positions, or None without one."""
     rope = _rope(fields)
     if rope.get("rope_type", "default") == "default":
         return None
@@ -78,7 +81,9 @@ def _scaling(fields: Mapping[str, Any]) -> Scaling | None:
 
 
 def _scaled(scaling: Scaling | None) -> dict[str, Any]:
-    """Returns the fields as version 4 of transformers writes it, which all versions read."""
+    """Returns the fields that state `scaling` in the format of transformers 4, which all versions
+    of transformers can read.
+    """
     if scaling is None:
         return {"rope_scaling": None}
     factors = {theirs: getattr(scaling, ours) for theirs, ours in SCALED.items()}
@@ -102,7 +107,7 @@ NUMBERS: dict[str, Number | Part] = {
     "theta": THETAS,
     "scaling": Part(("rope_scaling", "rope_parameters"), read=_scaling, written=_scaled),
 }
-AS_MANY = {  # a Llama may leave it out
+AS_MANY = {  # if a Llama leaves the field out, it has as many heads of keys as of queries
     "groups": Number(
         ("num_key_value_heads",),
         nullable=("num_key_value_heads",),
@@ -114,18 +119,22 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns the fields of a new model. transformers takes other tokens where these are left
-    out."""
+    """Returns the function `Fields.new` for a class of transformers. It writes the special tokens
+    as null, because transformers uses tokens of its own if they are left out.
+    """
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     common = {"architectures": [architecture], "use_cache": True, "initializer_range": 0.02}
     return lambda numbers: common | tokens
 
 
 def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
-    """Qwen's layers all attend to everything, whatever the window that is not used."""
+    """Returns the supported values of the fields by which a Qwen could have sliding windows: all
+    layers use full attention.
+    """
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 
 
+# Free, since `use_sliding_window` must be false: the size of a window that is not used.
 WINDOWS: dict[str, tuple[type, ...]] = {"sliding_window": (), "max_window_layers": ()}
 OF_EXPERTS = {
     "experts": Number(("num_local_experts",)),
@@ -171,11 +180,15 @@ FIELDS = {
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """Returns the tensors of the four, by the path of the leaf."""
+    """Returns the tensors of each leaf of the model, by the leaf's path, for any of the four kinds.
+
+    Shapes are those in the file, where matrices are [out, in].
+    """
     D, F, V, K = config.width, config.hidden, config.vocabulary, config.head_width
     layers, copies = (("layer", config.layers),), ("lm_head.weight",) if config.tied else ()
 
     def of_layer(name: str, *shape: int, counts: tuple = layers) -> Leaf:
+        """Returns the leaf of a weight that each layer has; a matrix is transposed in the file."""
         return Leaf(f"layers.{{layer}}.{name}", shape, counts, transposed=len(shape) == 2)
 
     table = {
@@ -222,5 +235,5 @@ FORMATS = {
     )
     for kind, fields in FIELDS.items()
 }
-# The field of `Config` that makes another kind than a Llama of it.
+# The fields of `Config` that make a model another kind than a Llama.
 MAKES = {"bias": "qwen2", "head_norms": "qwen3", "experts": "mixtral"}

@@ -1,4 +1,6 @@
-"""Llama as the recipe of `decoder` sees it, and as it writes."""
+"""Llama's `Family`, the record of functions for the recipe of `decoder`; and `sample`, which draws
+text.
+"""
 
 import functools
 

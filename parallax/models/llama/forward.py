@@ -40,8 +40,8 @@ def block(
     """Returns the residual stream after one block, as `block.apply` computes it. A block with
     experts returns an `Output`, with its auxiliary losses and `experts.Statistics`.
 
-    `keys` and `layer` are there since all families take them: for dropout, which a Llama has not.
-    `turns` are the cosines and sines that `rotary` gives for the positions of all the tokens in
+    `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
+    them. `turns` are the cosines and sines of `rotary` for the positions of all tokens in
     `comms.all_tokens(x)`.
     """
 
@@ -102,7 +102,10 @@ def fed_forward(
 def mixed(
     weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, comms: tensor.Comms
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
-    """Returns the sum that the experts add to the residual stream, and statistics of the router."""
+    """Returns the sum that the experts add to the residual stream, and statistics of the router.
+
+    `comms.wrap_experts` sends tokens to the experts that are split over devices.
+    """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
     out, statistics = mixture(y, weights.mixture, route=route, comms=comms)
@@ -139,9 +142,9 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     """Returns a layer of keys or values with only the heads that this device's `heads` heads of
     queries attend to.
 
-    If the axis splits the heads of keys, the device needs all that it has. If each device has all
-    heads of keys, it picks some; backward, one all-reduce of the weights' size then sums their
-    gradients over the devices.
+    If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
+    has all heads of keys, it picks the needed ones; in the backward pass, an all-reduce then sums
+    the gradients of the layer over the devices.
 
     Raises:
         ValueError: the device has neither its share of the heads of keys nor all of them.
@@ -159,6 +162,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
             f"and values, {config.groups} / {devices} or all; this has {heads} and {groups}. Split "
             f"them as llama.rules(axis, size={devices}) says."
         )
+    # A device with fewer query heads than share one head of keys needs one head.
     first, needed = comms.axis.index() * heads // sharers, max(heads // sharers, 1)
 
     def pick(leaf, dim):
@@ -184,6 +188,7 @@ def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     K = config.head_width
     turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)
     if (scaling := config.scaling) is not None:
+        # `fast` is 1 for pairs that keep their speed, 0 for those that are slowed by the factor.
         turns_of_old_context = scaling.original * turn / (2 * math.pi)
         fast = jnp.clip((turns_of_old_context - scaling.low) / (scaling.high - scaling.low), 0, 1)
         turn = turn * (fast + (1 - fast) / scaling.factor)

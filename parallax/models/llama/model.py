@@ -2,8 +2,8 @@
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
 (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. What a
-model has not, such as a bias, is `()`.
+leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. A part
+that a model does not have, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
 (arXiv 2407.21783); for biases and norms of heads the Qwen2 and Qwen3 technical reports (arXiv
@@ -135,13 +135,16 @@ class Llama(eqx.Module):
         ones = functools.partial(jnp.ones, dtype=dtype)
 
         def rows():
+            """Returns new rows of the embedding or the head, [V, D], with zeros as padding."""
             return vocabulary_rows(normal(config.rows, D), config.vocabulary)
 
         def linear(heads):
+            """Returns new layers of queries, keys or values, with weights [L, D, heads, K]."""
             bias = zeros((L, heads, K)) if config.bias else ()
             return Linear(normal(L, D, heads, K), bias)
 
         def head_norm():
+            """Returns new norms of heads, or `()` if the model has none."""
             return Norm(ones((L, K))) if config.head_norms else ()
 
         self.config = config

@@ -12,17 +12,19 @@ from parallax.models.files.origin import Origin
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, fast
-    ones stay.
+    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, and
+    fast turns stay unchanged.
 
     Args:
-        factor: what the slow turns are divided by.
-        low: turns that take more than `original` / `low` positions are slow.
-        high: those that take fewer than `original` / `high` are fast; between the two it is mixed.
+        factor: the number by which the angles of slow turns are divided.
+        low: a turn is slow if it takes more than `original` / `low` positions.
+        high: a turn is fast if it takes fewer than `original` / `high` positions; between the two,
+            the angles are interpolated.
         original: the context that the model was first trained with.
 
     Raises:
-        ValueError: a number that is none, `original` below 1, or a `high` that is not above `low`.
+        ValueError: an argument is not a positive number, `original` is below 1, or `high` is not
+            above `low`.
     """
 
     factor: float = 8.0
@@ -45,42 +47,44 @@ class Config:
     """The sizes of a Llama.
 
     The embedding and the head have `rows` rows: the vocabulary rounded up to a multiple of
-    `vocabulary_multiple`, so that it divides over devices. The rows past the vocabulary never win
-    probability, and get no gradient.
+    `vocabulary_multiple`, so that it divides over devices. The rows after the vocabulary have
+    probability 0, and get no gradient.
 
     Args:
         layers: L, the number of blocks.
-        heads: H, of queries in each layer.
-        groups: G, heads of keys and values, each for H / G neighbouring heads of queries.
-        width: D, of the residual stream.
-        hidden: F, of the feed-forward.
+        heads: H, the number of heads of queries in each layer.
+        groups: G, the number of heads of keys and values, each of which H / G neighbouring heads of
+            queries share.
+        width: D, the width of the residual stream.
+        hidden: F, the number of hidden units of the feed-forward.
         context: the most tokens of a window.
-        vocabulary: how many tokens there are.
-        vocabulary_multiple: what the rows of embedding and head divide by.
-        head_width: K; 0: D / H, which is what the field says from then on, in `dataclasses.replace`
-            too.
+        vocabulary: the number of tokens in the vocabulary.
+        vocabulary_multiple: a divisor of the number of rows of the embedding and the head.
+        head_width: K, the width of a head. 0 means D / H, and the field then has this value, also
+            for `dataclasses.replace`.
         theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta
             positions.
-        scaling: how they are stretched; None: not at all.
-        epsilon: what the norms add to the mean of squares.
+        scaling: how rotary positions are stretched to longer contexts; None: not at all.
+        epsilon: the number that the norms add to the mean of squares.
         tied: whether the head is the embedding transposed.
         bias: whether queries, keys and values have a bias, as in Qwen 2.
         head_norms: whether each head of queries and keys is normalised, as in Qwen 3.
-        experts: E, that each layer has in the feed-forward's place, F hidden units each, as in
-            Mixtral; 0: the feed-forward.
-        chosen: k, the experts that a token goes to. Their weights are the router's, divided by
-            their sum.
-        shared: hidden units of one more expert, which all tokens go to; 0: there is none.
-        balance: how much the auxiliary loss counts by which the router's load becomes even,
+        experts: E, the number of experts of F hidden units that each layer has in place of the
+            feed-forward, as in Mixtral; 0: the layers have a feed-forward.
+        chosen: k, the number of experts that a token goes to. The router's weights of these experts
+            are divided by their sum.
+        shared: the hidden units of one more expert, which all tokens go to; 0: there is none.
+        balance: the weight of the auxiliary loss that evens out the router's load,
             `experts.Statistics.balance`.
-        z: how much that counts which keeps the router's logits small, `experts.Statistics.z`.
-        origin: what a model that was loaded came with beside these, for `save`.
+        z: the weight of the auxiliary loss that keeps the router's logits small,
+            `experts.Statistics.z`.
+        origin: the further fields and files of a model that was loaded, for `save`.
 
     Raises:
-        ValueError: a size that is no whole number from 1 to 2^31 - 1; heads that do not divide by
-            the groups, or the width by the heads where no `head_width` is given; an odd
-            `head_width`; a `theta` that is not above 0, or an epsilon below 0; more experts chosen
-            than there are, or what experts alone have where there are none.
+        ValueError: a size is not a whole number from 1 to 2^31 - 1; `groups` does not divide
+            `heads`, or, without a `head_width`, `heads` does not divide `width`; `head_width` is
+            odd; `theta` is not above 0, or `epsilon` is below 0; `chosen` is more than `experts`;
+            or `shared`, `balance` or `z` is set without experts.
     """
 
     layers: int = 12
@@ -136,7 +140,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding and of the head: the vocabulary, padded."""
+        """The number of rows of the embedding and of the head: the vocabulary, padded."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
@@ -145,7 +149,7 @@ class Config:
         sizes = {
             "layers": self.layers,
             "heads": self.heads,
-            "hidden": math.gcd(self.hidden, self.shared),
+            "hidden": math.gcd(self.hidden, self.shared),  # a divisor of both; shared may be 0
         }
         if self.experts:
             sizes["experts"] = self.experts
@@ -154,8 +158,10 @@ class Config:
     @property
     def parameters(self) -> int:
         """The number of parameters, padding left out."""
-        D, K, heads = self.width, self.head_width, self.heads + 2 * self.groups
-        attention = D * K * (heads + self.heads) + self.bias * heads * K + self.head_norms * 2 * K
+        D, K = self.width, self.head_width
+        qkv_heads = self.heads + 2 * self.groups  # heads of queries, keys and values
+        attention = D * K * (qkv_heads + self.heads)
+        attention += self.bias * qkv_heads * K + self.head_norms * 2 * K
         feed_forward = 3 * D * self.hidden
         if self.experts:
             feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)

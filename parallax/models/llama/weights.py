@@ -1,9 +1,9 @@
 """Weights of Llama, Qwen 2, Qwen 3 and Mixtral in Hugging Face's layout, by the tables of
 `configuration`.
 
-A tensor there is a leaf of ours at one layer, transposed: `q_proj`, [H K, D], is our [D, H, K]. The
-halves of a head turn as transformers has them, so no row is permuted. Embedding and head differ by
-the rows that pad our vocabulary, which no file holds.
+A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
+K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
+embedding and head also have the rows that pad the vocabulary, which no file holds.
 """
 
 import os
@@ -22,22 +22,23 @@ from parallax.models.llama.sizes import Config
 def load(
     path: str | os.PathLike[str], *, dtype: Any = jnp.float32, vocabulary_multiple: int = 128
 ) -> Llama:
-    """Returns the Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device:
-    otherwise as `gpt2.load`.
+    """Returns the Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device,
+    as `gpt2.load` does for a GPT-2.
 
-    Its kind is the `model_type` of its `config.json`; without one it is a Llama.
+    The field `model_type` of `config.json` names the kind of the model; without it, the model is a
+    Llama.
 
     Args:
         path: a folder, a safetensors file with `config.json` beside it, or a name on the Hugging
             Face hub.
-        dtype: what the weights become, whatever they are stored as.
-        vocabulary_multiple: embedding and head get rows of zeros up to a multiple of it, as in
-            `Config`.
+        dtype: the type of the weights in memory; the file may have another.
+        vocabulary_multiple: the embedding and the head get rows of zeros up to a multiple of it, as
+            in `Config`.
 
     Raises:
-        FileNotFoundError: as `gpt2.load`.
-        ImportError: likewise.
-        ValueError: likewise, or another kind of model.
+        FileNotFoundError: for the reasons of `gpt2.load`.
+        ImportError: for the reasons of `gpt2.load`.
+        ValueError: for the reasons of `gpt2.load`, or the model is of another kind.
     """
     Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
     folder, file = locate(path, "llama.load")
@@ -47,7 +48,8 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # No field of a file says that a Qwen has biases or norms of heads.
+    # Biases and norms of heads follow from the kind: no field states them. `num_local_experts`
+    # states the experts.
     options: dict[str, Any] = {
         field: True for field, name in MAKES.items() if name == kind and field != "experts"
     }
@@ -57,17 +59,17 @@ def load(
 
 def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
-    `transformers.AutoModelForCausalLM`: otherwise as `gpt2.save`.
+    `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
-    With biases it is a Qwen 2, with norms of heads a Qwen 3, with experts a Mixtral, else a Llama.
-    How much auxiliary losses count is not saved: it is the training's, and a Mixtral's fields mean
-    another loss.
+    A model with biases is saved as a Qwen 2, with norms of heads as a Qwen 3, with experts as a
+    Mixtral, and otherwise as a Llama. The weights of the auxiliary losses are not saved: they
+    belong to the training, and Mixtral's field for them means another loss.
 
     Raises:
-        ImportError: as `gpt2.save`.
-        OSError: likewise.
-        ValueError: likewise, or the model has two of biases, norms of heads and experts, or a
-            shared expert, as none of the four has.
+        ImportError: for the reasons of `gpt2.save`.
+        OSError: for the reasons of `gpt2.save`.
+        ValueError: for the reasons of `gpt2.save`; or the model has two of biases, norms of heads
+            and experts, or has a shared expert, which none of the four kinds has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
