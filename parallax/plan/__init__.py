@@ -1,6 +1,6 @@
-"""Memory, traffic and time of a step before it is compiled, and the best layout of all. Nothing
-here is imported until it is asked for, so that the constants of `parallax.hardware` bring no model
-with them.
+"""Predicts the memory, traffic and time of a step before it is compiled, and finds the best layout.
+
+A name is imported only when it is used, so that importing `parallax.hardware` imports no model.
 """
 
 from importlib import import_module
@@ -68,6 +68,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a name of `__all__` at its first use; most of them are in `planned`."""
     if name in __all__:
         return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'closed_form')}"), name)
     raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

@@ -1,5 +1,9 @@
-"""What the messages of a planned layout take. What `jax.lax` moves is priced as the fastest
-algorithm on the simulated network, and what another algorithm moves by its formula."""
+"""The seconds that the messages of a planned layout take.
+
+A collective of `jax.lax` takes the time of the fastest algorithm on the simulated network. Another
+algorithm takes the time of its formula. A `Term` (of `traffic`) is one kind of collective in a
+step, with its axes, its bytes and its calls.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,10 +23,10 @@ class Chosen(NamedTuple):
     """The algorithm of an axis.
 
     Attributes:
-        axis: its name.
-        algorithm: as `parallax.collectives` names it.
-        seconds: of what `jax.lax` moves along the axis in a step, by each algorithm that was tried,
-            the fastest first.
+        axis: the name of the axis.
+        algorithm: its name in `parallax.collectives`.
+        seconds: for each algorithm that was tried, the seconds of all collectives of `jax.lax`
+            along the axis in a step; the fastest first.
     """
 
     axis: str
@@ -31,8 +35,8 @@ class Chosen(NamedTuple):
 
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
-    """Returns the fastest algorithm for what `jax.lax` moves along each axis, one thing after
-    another."""
+    """Returns the fastest algorithm for the collectives of `jax.lax` along each axis, if they run
+    one after another. Collectives over several axes at once are left out."""
     found = []
     for axis in layout.axes:
         calls = [
@@ -49,10 +53,13 @@ def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[C
 def messages(
     terms: Sequence[Term], layout: Layout, hardware: Hardware, algorithms: Sequence[Chosen] = ()
 ) -> dict[tuple[str, ...], Number]:
-    """Returns the seconds of all messages by axes, none of them hidden behind arithmetic: those of
-    `algorithms` along their axes, and the alpha-beta formulas of the others."""
+    """Returns the seconds of all messages by axes, none of them hidden behind arithmetic.
+
+    Collectives of `jax.lax` take the simulated time in `algorithms` along its axes. All others take
+    that of an alpha-beta formula, on the slowest link between the devices of their axes.
+    """
     found: dict[tuple[str, ...], Number] = {
-        (one.axis,): one.seconds[one.algorithm] for one in algorithms
+        (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms
     }
     by_network = set(found)
     links = hardware.hops(layout.axes)
@@ -65,7 +72,7 @@ def messages(
 
 
 def table(found: Sequence[Chosen]) -> str:
-    """Returns the algorithms, a line an axis."""
+    """Returns the algorithms as text, one line per axis."""
     lines = ["algorithms                seconds of messages, by algorithm"]
     for each in found:
         rivals = ", ".join(f"{name} {taken:.3g}" for name, taken in each.seconds.items())

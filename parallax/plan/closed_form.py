@@ -1,15 +1,17 @@
-"""What the train step of a GPT-2 or a Llama will need and take under a layout, before it runs, on
-any number of devices, none of them at hand.
+"""Predicts the memory, messages and time of the train step of a GPT-2 or a Llama under a layout.
+The step does not run, and no device is needed.
 
     print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
     print(plan.compared(plan.compare(planned, compiled)))
 
 The bytes of state and of traffic are exact: the tests hold them against compiled programs. The
-memory of activations comes from the trace of the step (`tracing`). The time adds up what products,
-passes over memory and messages take, one after another: overlap makes it less.
+memory of activations comes from the trace of the step (`tracing`). The time is the sum of those of
+matrix products, passes over memory and messages, without overlap, which would shorten it.
 
 Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor
-devices, b sequences of a microbatch.
+devices, b sequences of a microbatch. A `Sizes` has the sizes of a microbatch on a device, and how
+often a step calls each part: `forward` and `backward` passes of a stage, gradients of its `weights`
+and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -41,11 +43,11 @@ from parallax.plan.traffic import Sizes, Term
 from parallax.plan.units import Number, quantity
 
 LARGEST = 4  # temporaries that a plan names
-# Over what a layer keeps, in its forward or its backward pass, each counted once: written, read,
-# and twice in between.
+# How often a layer's forward or backward pass goes over the bytes that the layer keeps: it writes
+# them, reads them, and makes two passes in between.
 PASSES = 4
-# Over a parameter's float32 numbers: AdamW reads 4 and writes 3, and a skipped step chooses
-# between 3.
+# How often an update goes over a parameter's float32 numbers: AdamW reads 4 and writes 3, and the
+# choice between new and old values, which skips a step, has 3 more.
 UPDATE_PASSES = 10
 
 
@@ -53,11 +55,11 @@ class Memory(NamedTuple):
     """Bytes on a device.
 
     Attributes:
-        parameters: of the model, as shares where the replicas split it.
-        optimizer: of its state.
-        inputs: token windows, the step's number, the loss scale.
-        temporaries: of all else at the fullest moment, by the trace.
-        held: what the temporaries are, the largest first.
+        parameters: bytes of the model; of its shares if the replicas split it.
+        optimizer: bytes of the optimizer's state.
+        inputs: bytes of token windows, the step's number and the loss scale.
+        temporaries: bytes of all other arrays at the fullest moment, from the trace.
+        held: the temporaries, the largest first.
     """
 
     parameters: int
@@ -68,7 +70,7 @@ class Memory(NamedTuple):
 
     @property
     def arguments(self) -> int:
-        """Bytes that the compiled step takes."""
+        """Bytes of the compiled step's arguments."""
         return self.parameters + self.optimizer + self.inputs
 
     @property
@@ -78,8 +80,8 @@ class Memory(NamedTuple):
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The bytes by kind at the fullest moment, which add up to `peak`. Of the temporaries the
-        four largest are named."""
+        """The bytes by kind at the fullest moment, which add up to `peak`. The four largest
+        temporaries have rows of their own, by operation and source file."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
@@ -99,13 +101,13 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Returns the floating-point operations.
+    """Floating-point operations of a step.
 
     Attributes:
-        model: of the whole step, as papers count them: 6 for each parameter in a product and 12 L D
-            T for attention, a token.
-        device: that one device does, with what is computed again, and on garbage where a stage has
-            no job.
+        model: of the whole step, as papers count them: for each token 6 for each parameter in a
+            product, and 12 L D T for attention.
+        device: of one device, including what is computed again, and what an idle stage computes on
+            garbage.
     """
 
     model: Number
@@ -113,14 +115,14 @@ class Work(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Seconds of a step, one thing after another.
+    """Seconds of a step, without overlap.
 
     Attributes:
-        products: matrix products.
-        passes: over memory, between products.
-        messages: between devices.
-        update: the optimizer's passes over parameters, gradients and its state.
-        fresh: memory that the system hands out anew in each step.
+        products: of matrix products.
+        passes: of passes over memory, between products.
+        messages: of messages between devices.
+        update: of the optimizer's passes over parameters, gradients and its state.
+        fresh: for memory that the system hands out anew in each step, on hosts.
     """
 
     products: float
@@ -131,7 +133,7 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> Number:
-        """Seconds of all together."""
+        """Seconds of a whole step."""
         return sum(self)
 
 
@@ -141,13 +143,13 @@ class Plan:
 
     Attributes:
         config: the model's sizes.
-        layout: which devices share what.
+        layout: the devices on each axis, and what they split.
         hardware: one of the devices.
         batch: sequences in the global batch.
         work: floating-point operations of a step.
         traffic: the collectives of a step.
-        seconds: of a step.
-        along: those of its messages, by axes.
+        seconds: seconds of a step.
+        along: seconds of its messages, by axes.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: one that acts element by element.
         axes: the collective algorithms, as in `Compute`.
@@ -171,7 +173,7 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """Bytes on a device. The step is traced for them, which takes some seconds, once."""
+        """Bytes on a device. The first use traces the step, which takes some seconds."""
         return memory(
             self.config,
             self.layout,
@@ -184,20 +186,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory."""
+        """Whether a device has enough memory."""
         return self.memory.peak <= self.hardware.memory
 
     @property
     def share_of_peak(self) -> Number:
-        """The model's operations over the time and the devices' rate, from 0 to 1: model FLOPs
-        utilisation."""
+        """Model FLOPs utilisation, from 0 to 1: the model's operations, over those that the devices
+        could do in the time of a step."""
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
 
     @property
     def overlapped(self) -> Number:
-        """Seconds of a step whose messages over the replicas all run beside its work."""
+        """Seconds of a step if all messages over the replicas overlap the rest of the step."""
         over_replicas = {"replica", "data"}
         beside = sum(taken for axes, taken in self.along.items() if over_replicas.issuperset(axes))
         return max(self.seconds.total - beside, beside)
@@ -225,22 +227,23 @@ def plan(
 
     Args:
         config: the model's sizes.
-        layout: which devices share what.
+        layout: the devices on each axis, and what they split.
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: the collective algorithms, as in `Compute`: those that `cost` has a formula for. Along
-            the others `jax.lax` moves the data, which takes the time of the fastest algorithm on
-            the chip's network.
-        attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores; None:
-            as the recipe's own, which is one on TPUs.
+        axes: the collective algorithms, as in `Compute`; `cost` must have a formula for each. Along
+            all other axes `jax.lax` moves the data, in the time of the fastest algorithm on the
+            chip's network.
+        attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
+            stands for the recipe's own choice, which is such a kernel on TPUs.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest
-            that does.
+            layout that does.
     """
     check(config, layout, batch)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
+    # The bytes are those of all calls; the time is that of the calls that a tick waits for.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     takes = waited(config, layout, batch, hardware, kernel)
     awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
@@ -262,6 +265,7 @@ def plan(
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
         ),
         along=along,
+        # Each chunk has three jobs per microbatch, F, I and W; the rest of the ticks is idle.
         bubble=1
         - 3
         * layout.microbatches
@@ -272,7 +276,7 @@ def plan(
         algorithms=fastest,
         attention_kernel=kernel,
     )
-    if not hardware.fresh:
+    if not hardware.fresh:  # accelerators: the plan then traces nothing until `memory` is read
         return made
     fresh = hardware.fresh * made.memory.temporaries
     return dataclasses.replace(made, seconds=made.seconds._replace(fresh=fresh))
@@ -281,8 +285,8 @@ def plan(
 def has_kernel(
     config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
-    """Returns whether attention runs in a kernel that keeps no scores: as asked, or as the recipe
-    does on TPUs."""
+    """Returns whether attention runs in a kernel that keeps no scores: `asked`, or if that is None,
+    the recipe's choice, which is such a kernel on TPUs. Over a context axis there is none."""
     if layout.context > 1:
         return False
     if asked is None:
@@ -291,22 +295,24 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the sizes of a step with the calls whose time it takes.
+    """Returns the sizes of a step, with the calls that its time consists of.
 
-    Where each stage has its own job in a tick, all wait for the dearest: a fold over the table,
-    with the seconds of the products and of the passes over memory of F, I and W.
+    In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
+    the most expensive job of the tick, and only that one counts. F, I and W (forward, backward,
+    weights) cost the seconds of their products and passes over memory.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
         return size
-    none = size._replace(forward=0, backward=0, weights=0, heads=0)
+    no_calls = size._replace(forward=0, backward=0, weights=0, heads=0)
     rate = _rate(hardware, layout) * hardware.efficiency
 
     def seconds(**calls: int) -> Number:
-        once = none._replace(**calls)
+        """Returns the seconds of these calls, such as `forward=1`: arithmetic, then memory."""
+        only_these = no_calls._replace(**calls)
         return (
-            _flops(config, layout, once) / rate
-            + _passes(config, layout, batch, hardware, once, kernel) / hardware.bandwidth
+            _flops(config, layout, only_these) / rate
+            + _passes(config, layout, batch, hardware, only_these, kernel) / hardware.bandwidth
         )
 
     costs = seconds(forward=1), seconds(backward=1), seconds(weights=1)
@@ -315,8 +321,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
-    """Refuses with a `ValueError` a layout that does not fit the model, the batch or the number of
-    devices; or `known` does."""
+    """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices,
+    or if plan has no closed forms for the model or the layout."""
     known(config)
     sizes = config.sizes | {"batch": batch}
     if devices is not None:
@@ -331,8 +337,8 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether plan counts a layout: one whose schedule makes the gradients of weights apart
-    must compute nothing again."""
+    """Returns whether plan has closed forms for a layout. It has none for a schedule that defers
+    the gradients of weights if the backward pass computes or gathers anything again."""
     again = recomputed(layout)
     return not jobs(layout).deferred or not (again.passes or again.gathers)
 
@@ -347,14 +353,14 @@ def memory(
     axes: Mapping[str, AxisLike] | None = None,
     attention_kernel: bool | None = None,
 ) -> Memory:
-    """Returns the bytes on each device, of which the trace of the step tells the temporaries;
-    arguments are those of `plan`."""
+    """Returns the bytes on each device. The temporaries come from a trace of the step, the rest
+    from closed forms. The arguments are those of `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
-    # The plan is of float32 parameters, whatever types the caller's JAX promotes to.
+    # The plan has float32 parameters, also if the caller set other promotion rules in JAX.
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         found = decoders.traced(
             *(family_of(config), config, layout, hardware),
@@ -372,10 +378,10 @@ def memory(
 
 
 def model_flops(config: Config, batch: int) -> Number:
-    """Returns the floating-point operations of a whole step of `batch` sequences: of a GPT-2
-    72 B L T D^2 (1 + T / 6D + V / 12LD).
+    """Returns the floating-point operations of a whole step of `batch` sequences: for each token 6
+    for each weight that multiplies it, and 12 L H K T for attention with H heads of width K.
 
-    They are 6 for each weight that multiplies a token, and 12 L H K T for attention.
+    For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -384,32 +390,38 @@ def model_flops(config: Config, batch: int) -> Number:
 
 
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
-    """Returns the floating-point operations of one device in a step, `batch` sequences in all.
+    """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    Each lane counts in all ticks in which it runs on the device, on garbage too, and what is
+    A stage's jobs count in all ticks in which they run on the device, also on garbage, and what is
     computed again counts again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
+    """Returns the floating-point operations of the calls in `size` on one device."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
-    of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1  # zigzag leaves out the keys after the query
+    # The share of (query, key) pairs that is computed. Zigzag leaves out chunks of keys that come
+    # after the query's chunk; one device computes all pairs.
+    of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
-    # A layer's forward pass.
+    # A layer's forward pass: products with weights, and attention's.
     weights = 2 * layer.weights * size.tokens / t
     scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
+    # The vocabulary is split over the stages too. Forward and both gradients: 3 products of 2.
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
+    # The whole backward pass is 2 forward passes. The weights' gradients have calls of their own.
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:
+    """Returns a device's peak rate in the layout's precision, in operations per second."""
     return hardware.full_rate if layout.precision == "full" else hardware.rate
 
 
@@ -421,15 +433,21 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes between products and memory: what a layer makes, forward, backward, and
-    where it is made again."""
-    # What is computed again, attention's scores among it, is made whatever is kept.
+    """Returns the bytes that a device reads and writes between products, in the forward and
+    backward calls of `size`.
+
+    A pipeline also writes what a layer keeps into slots, and reads it from there. `kernel` says
+    whether attention keeps no scores.
+    """
+    # A layer makes all its arrays, attention's scores too, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
     if again.whole_stage or not layout.pipelined:
         return passes
+    # Written once and read once. If the weights' gradients have a lane of their own, what the
+    # input's gradient hands on to it is stored too.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
@@ -439,10 +457,11 @@ def _passes(
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
-    return passes + slots  # into the slots, and out of them
+    return passes + slots
 
 
 def _updated(config: Config, layout: Layout) -> int:
+    """Returns the number of parameters that one device updates."""
     return sum(leaf.share for leaf in leaves(config, layout))
 
 
@@ -450,7 +469,8 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line where ZeRO leaves parameters whole, since none of their dims divides."""
+    """Returns a line that says which share of the parameters ZeRO cannot split, since none of their
+    dims divides; no line if the share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)
@@ -461,7 +481,8 @@ def _unsplit(plan: Plan) -> list[str]:
 
 
 def _of_memory(memory: Memory) -> list[str]:
-    """Returns a line for each sum, and under the temporaries the largest of them."""
+    """Returns a line for each kind of memory, the largest temporaries under theirs, and the
+    peak."""
     sums = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,
@@ -476,7 +497,7 @@ def _of_memory(memory: Memory) -> list[str]:
 
 
 def table(plan: Plan) -> str:
-    """Returns the plan, a line for each number."""
+    """Returns the plan as text, a line for each number."""
     layout = plan.layout
     lines = [
         f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: "

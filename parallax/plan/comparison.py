@@ -1,4 +1,5 @@
-"""A plan beside the program: each prediction, what the compiled step has, and how far it is off."""
+"""Compares a plan with the compiled program: each prediction, the number that the compiled step
+has, and the relative difference."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +11,14 @@ from parallax.compiled import certificate
 from parallax.plan.closed_form import Plan
 from parallax.plan.units import Number
 
-# Beside the program
-
 
 class Comparison(NamedTuple):
-    """A number that was predicted and what the compiled program has.
+    """A predicted number, and that of the compiled program.
 
     Attributes:
-        what: its name.
-        predicted: bytes on a device, or sent by it.
-        program: the same, of the program.
+        what: the name of the number.
+        predicted: bytes on a device, or bytes that it sends, in the plan.
+        program: the same bytes in the compiled program.
     """
 
     what: str
@@ -28,7 +27,8 @@ class Comparison(NamedTuple):
 
     @property
     def off(self) -> Number:
-        """The relative difference; 0 where both are 0."""
+        """The relative difference, above 0 if too much was predicted: 0 if both are 0, and 1 if
+        only the program's is."""
         return (
             self.predicted / self.program - 1
             if self.program
@@ -37,19 +37,18 @@ class Comparison(NamedTuple):
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
-    """Returns each prediction beside `memory_analysis()` and the collectives in the compiled step
-    of this layout.
+    """Returns each prediction beside the number in the compiled step of the same layout, from
+    `memory_analysis()` and its collectives.
 
-    Those of arguments and of bytes sent should be equal; the temporaries should be near.
+    The bytes of arguments and messages should be equal; the temporaries should be near.
     """
     memory = compiled.memory_analysis()
     assert memory is not None
     mesh = next(iter(jax.tree.leaves(compiled.input_shardings))).mesh
     along: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh):
-        if (
-            not entry.axes
-        ):  # of groups of one device, which `jax.lax` leaves in the program; nothing is sent
+        # `jax.lax` leaves collectives of one device in the program, which send nothing.
+        if not entry.axes:
             continue
         along[entry.axes] = along.get(entry.axes, 0) + entry.bytes
     sent = {axes: size for axes, size in plan.sent.items() if axes}
@@ -62,7 +61,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
 
 
 def compared(rows: Sequence[Comparison]) -> str:
-    """Returns the comparisons as text."""
+    """Returns the comparisons as text, one line for each."""
     head = f"{'bytes on each device':<28} {'predicted':>16} {'program':>16}  {'off':>7}"
     lines = [
         f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}"

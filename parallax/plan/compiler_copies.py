@@ -1,7 +1,8 @@
-"""Bytes that XLA's backends hold besides the values of a traced program, read from compiled steps
-of JAX 0.10.2.
+"""The copies that XLA's backends hold beside the values of a traced program. The numbers were read
+from steps that JAX 0.10.2 compiled.
 
-`benchmarks/plan.py` scores the CPU's and `benchmarks/accelerators.py` those of the accelerators.
+`benchmarks/plan.py` scores those of the CPU, and `benchmarks/accelerators.py` those of the
+accelerators. A `Buffer` (of `live`) is an array with memory of its own.
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,16 @@ class Backend(NamedTuple):
     """The habits of one backend's memory assignment.
 
     Attributes:
-        stacks: copies of the stacks that a backward loop fills. They begin as zeros, which stay
-            beside the copy that is filled.
-        arguments: whether an argument that is written over is copied first, where the result of
-            another argument reads it too, as the new weights read the moments.
-        slices: copies of a layer's slice of the stacks for each further layer in a loop's body, as
-            ZeRO-3 has two. The slices of all layers are cut from one slice, which XLA cannot read
-            in place.
-        near: bytes of an innermost loop's body that live in a memory on the chip, not in the
+        stacks: copies of each stacked result that a backward loop fills: the result begins as
+            zeros, which stay in memory beside the copy that is filled.
+        arguments: whether a donated argument is copied before it is overwritten, if the result that
+            overwrites another argument reads it too. The new weights read the moments, for example.
+        slices: copies of a layer's slice of the stacked arrays for each further layer in a loop's
+            body (with ZeRO-3 a body has two). One slice has all layers of the body, and XLA cannot
+            read a part of it in place.
+        near: bytes of an innermost loop's body that are in the chip's own memory instead of the
             device's.
-        early: whether the place of a loop's stacks is made before the loops that run before it.
+        early: whether a loop's stacked results have memory already while the loops before it run.
     """
 
     stacks: int = 0
@@ -44,13 +45,14 @@ BACKENDS = {
 
 
 def backend(platform: str, name: str = "") -> Backend:
-    """Returns the habits of a chip's backend, or of its platform's; those of a compiler that copies
-    nothing for an unknown one."""
+    """Returns the habits of the backend for a chip, such as "TPU v5e", or else for its platform,
+    such as "tpu". An unknown backend copies nothing."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
 def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the buffers that live beside those that a loop stacks up, as long as it runs."""
+    """Returns the copies of a loop's stacked results that exist while it runs. Only a backward
+    loop, which runs in reverse, has any."""
     if not eqn.params.get("reverse", False):
         return ()
     filled = [buffer for buffer in stacked if buffer.bytes]
@@ -58,17 +60,18 @@ def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[B
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the copies of arguments that are written over.
+    """Returns the copies of donated arguments that the results of other arguments still read.
 
     Args:
-        pairs: each such argument, and all that the result in its place is computed from.
+        pairs: each donated argument that a result overwrites, and the buffers that this result is
+            computed from.
         habits: those of the backend.
     """
     if not habits.arguments:
         return ()
     copied = []
     for k, (argument, _) in enumerate(pairs):
-        others = (reads for j, (_, reads) in enumerate(pairs) if j != k)
-        if any(argument in reads for reads in others):
+        of_others = (reads for j, (_, reads) in enumerate(pairs) if j != k)
+        if any(argument in reads for reads in of_others):
             copied.append(Buffer(argument.bytes, what="copy of an argument"))
     return tuple(copied)

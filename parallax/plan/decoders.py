@@ -1,4 +1,4 @@
-"""The trace of a decoder's train step under a layout, of any family."""
+"""Traces the train step of a decoder of any family under a layout."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ def traced(
     optimizer: optax.GradientTransformation = ADAMW,
     **options: Any,
 ) -> Trace:
-    """Returns the trace of `decoder.train_step` on each device, none of which need exist.
+    """Returns the trace of `decoder.train_step` on each device. The devices need not exist.
 
     Args:
         family: the kind of decoder, such as `llama.FAMILY`.
-        config: the model's sizes; a window has `config.context` tokens and one.
-        layout: which devices share what.
+        config: the model's sizes; a window of the batch has `config.context + 1` tokens.
+        layout: the devices on each axis, and what they split.
         hardware: a device, such as `hardware.H100`.
         batch: sequences in the global batch.
         optimizer: as `decoder.train_step` takes it.
@@ -42,17 +42,18 @@ def traced(
         ValueError: as `decoder.train_step` does.
     """
     world = mesh.abstract(**layout.axes)
-    if hardware.platform == "tpu":  # for the recipe, which has a kernel there
+    if hardware.platform == "tpu":  # The recipe reads the platform, and takes its TPU kernel.
         world = world.update(abstract_device=AbstractDevice(hardware.name, 1, hardware.platform))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     found: list[Trace] = []
 
     def of_key(key) -> None:
+        """Traces the step inside `eval_shape`, and leaves the trace in `found`."""
         prepared = decoder.train_step(
             family, config, optimizer, layout, world, batch=batch, key=key, **options
         )
         found.append(trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware))
 
-    # A key without a device: where JAX has no backend at all, a plan needs none.
+    # The key is abstract too, so that a plan works even if JAX has no backend.
     jax.eval_shape(of_key, jax.eval_shape(jax.random.key, 0))
     return found[0]

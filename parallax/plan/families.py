@@ -1,4 +1,4 @@
-"""The decoders that a plan has closed forms for, and the sizes of one of their layers.
+"""The decoders for which a plan has closed forms, and the sizes of one of their layers.
 
 Legend: D width, F feed-forward, H heads of queries, G of keys, K head width.
 """
@@ -19,7 +19,7 @@ class Layer(NamedTuple):
         queries: H K.
         keys: G K.
         hidden: F.
-        inputs: matrices of the feed-forward that read its input: two where it is gated.
+        inputs: matrices of the feed-forward that read its input: two if it is gated, else one.
     """
 
     width: int
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of elements of the last matrix, D F."""
+        """The number of elements of the layer's last matrix, which leaves the feed-forward: D F."""
         return self.width * self.hidden
 
     @property
@@ -40,12 +40,14 @@ class Layer(NamedTuple):
 
     @property
     def column_parallel(self) -> int:
-        """How many numbers the products of the column-parallel layers have for a token."""
+        """The numbers per token in the results of the column-parallel matmuls: queries, keys,
+        values and the feed-forward's inputs."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
 def known(config: Any) -> None:
-    """Refuses with a `ValueError` the sizes of a model that the closed forms do not count."""
+    """Raises `ValueError` unless the closed forms count the model: a GPT-2, or a Llama without
+    experts."""
     if isinstance(config, gpt2.Config) or (isinstance(config, llama.Config) and not config.experts):
         return
     kind = type(config)
@@ -58,7 +60,7 @@ def known(config: Any) -> None:
 
 
 def family_of(config: Config) -> Family:
-    """Returns the family whose sizes these are."""
+    """Returns the family of the model with these sizes."""
     return gpt2.FAMILY if isinstance(config, gpt2.Config) else llama.FAMILY
 
 

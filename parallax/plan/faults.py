@@ -1,13 +1,13 @@
-"""The best interval between checkpoints, and the share of time that faults take, from how often a
-device fails.
+"""Computes the best interval between checkpoints, and the share of time that faults cost, from the
+rate at which devices fail.
 
     found = faults.plan(faults.mean_time(0.173, 16_384), save=60, restart=600)
     print(found)
 
-A run of useful work T is cut into intervals of tau seconds, each with a save of delta seconds at
-its end. Failures come at random, one in M seconds on the mean, and each costs the work since the
-last save and R seconds until the job runs again. Then the run takes M e^(R/M) (e^((tau + delta)/M)
-- 1) T / tau seconds.
+A run with T seconds of useful work is cut into intervals of tau seconds, each with a save of delta
+seconds at its end. Failures are random, with a mean of M seconds between them. A failure costs the
+work since the last save, and R seconds until the job runs again. The expected time of the run is
+then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
 
 Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
 higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's
@@ -18,22 +18,23 @@ import math
 from typing import NamedTuple
 
 YEAR = 365.25 * 86_400  # seconds
-# Times between failures that a save or a restart may take: a run takes e^100 times its work then.
+# A save or a restart may take at most so many mean times between failures. With 100, a run already
+# takes e^100 times its work.
 MOST = 100
 
 
 class Faults(NamedTuple):
-    """What faults cost a run.
+    """The cost of faults in a run.
 
     Attributes:
-        between: seconds between failures of any device, on the mean.
-        save: seconds that a save holds the steps up.
+        between: mean seconds between failures of any device.
+        save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: seconds of work between two saves that lose least.
+        interval: seconds of work between two saves, for the least loss of time.
         young: the same by Young's formula, sqrt(2 save between).
-        saves: the share of time that saves take.
+        saves: the share of the run's time that saves take.
         restarts: the share that restarts take.
-        repeated: the share that steps take which are done again.
+        repeated: the share that repeated steps take.
     """
 
     between: float
@@ -55,7 +56,7 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Returns the seconds between failures of any of the devices, on the mean.
+    """Returns the mean seconds between failures of any of the devices; infinity if none fails.
 
     Raises:
         ValueError: a rate below 0, or no device.
@@ -69,17 +70,16 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves that loses least, and the time lost with it.
+    """Returns the interval between saves that loses the least time, and the time lost with it.
 
     Args:
-        between: seconds between failures, as `mean_time` gives.
-        save: seconds that a save holds the steps up: of one that runs beside the steps, what it
-            costs them.
+        between: mean seconds between failures, from `mean_time`.
+        save: seconds by which a save delays the steps, also if it runs beside them.
         restart: seconds from a failure to the next step: notice, start, restore, compile.
 
     Raises:
-        ValueError: a time that is not above 0, or a restart below 0; or failures come so fast that
-            no run gets on.
+        ValueError: a time that is not above 0, or a restart below 0; or failures are so frequent
+            that no run makes progress.
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
@@ -95,9 +95,11 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     if math.isinf(between):
         return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
     interval = daly(between, save)
+    # Seconds per second of useful work, so 1 / taken is the useful share of the time.
     taken = wall(between, interval, save=save, restart=restart)
     saves = save / interval / taken
-    restarts = -math.expm1(-restart / between)  # those that fail themselves too
+    # With restarts the run takes e^(R/M) times as long, as a restart may fail too.
+    restarts = -math.expm1(-restart / between)
     return Faults(
         between,
         save,
@@ -111,13 +113,14 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
 
 
 def young(between: float, save: float) -> float:
-    """Returns Young's interval, sqrt(2 save between): right where a save is short beside it."""
+    """Returns Young's interval, sqrt(2 save between), which is accurate if `save` is much shorter
+    than the interval."""
     return math.sqrt(2 * save * between)
 
 
 def daly(between: float, save: float) -> float:
-    """Returns Daly's interval: Young's with two terms more, less the save; `between` where a save
-    takes twice that."""
+    """Returns Daly's interval: Young's with two more terms, minus the save. If a save takes at
+    least 2 `between`, the formula no longer holds, and the interval is `between`."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -133,7 +136,7 @@ def wall(between: float, interval: float, *, save: float, restart: float) -> flo
 
 
 def table(found: Faults) -> str:
-    """Returns the cost of faults, in two lines."""
+    """Returns the cost of faults as text, in two lines."""
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (
@@ -145,6 +148,7 @@ def table(found: Faults) -> str:
 
 
 def _spelt(seconds: float) -> str:
+    """Returns a time in the largest unit of which it has at least two, such as "90 min"."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,6 +1,6 @@
-"""The arrays of a traced program as a compiler has them.
+"""The arrays of a traced program, as a compiler treats them.
 
-A value is *held*, in a buffer, or *fused*: computed anew by each operation that reads it.
+A value is either *held* in a buffer, or *fused*: each operation that reads it computes it anew.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,14 @@ from parallax.plan.primitives import nbytes
 
 
 class Message(NamedTuple):
-    """A collective of a program, as `Counter` keys: its kind, axes, bytes of its result, and the
-    caller's line."""
+    """A collective of a program, as a key of a `Counter`.
+
+    Attributes:
+        kind: its name in compiled programs, such as "all-reduce".
+        axes: the mesh axes along which it moves data.
+        bytes: bytes of its result on a device.
+        line: the line of the caller's source.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -31,23 +37,30 @@ class Value:
         buffer: Buffer | None = None,
         eqn: Any = None,
     ):
+        """Makes a value of type `aval`, the result of `eqn`.
+
+        `reads` has the buffers that a reader of the value reads, with the bytes of each: its own
+        `buffer` if it is held, else those that it is computed from.
+        """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
-        self.near: frozenset[Buffer] = frozenset(
-            [buffer] if buffer else ()
-        )  # read element by element
-        self.source: Value | None = None  # of the same numbers, in another shape
-        self.branch: int | None = None  # of an index that the platform decides
+        # The buffers that it reads element by element, so that it may be written over one of them.
+        self.near: frozenset[Buffer] = frozenset([buffer] if buffer else ())
+        self.source: Value | None = None  # the value that it is a reshape or a copy of
+        # If the value is a platform's index, the branch that the platform of this trace takes.
+        self.branch: int | None = None
 
     @property
     def root(self) -> "Value":
-        """The value whose numbers these are."""
+        """The value with the same numbers before all reshapes and copies."""
         return self if self.source is None else self.source.root
 
 
 class Frame:
-    """The operations of a program or of a loop's body, and the values that it computes once."""
+    """The operations of a program or of a loop's body, in order."""
 
     def __init__(self):
+        """Begins a frame without operations."""
         self.operations: list[Operation] = []
+        # The operands and results of each equation, so that an equal one is not computed again.
         self.known: dict[Any, tuple[Sequence[Value], list[Value]]] = {}

@@ -1,4 +1,5 @@
-"""What islands send each other: the bytes of a round, which is the only time that they talk.
+"""The bytes that islands send each other. An island is a group of devices that trains by itself,
+and exchanges its changes with the others only in a *round*, once in many steps.
 
 Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 """
@@ -23,18 +24,20 @@ def terms(
     axis: AxisLike | ErrorFeedback | None = None,
     itemsize: int = 4,
 ) -> list[Term]:
-    """Returns the collectives of a round of all of the model: an all-reduce of what a device has of
-    each leaf.
+    """Returns the collectives of a round: for each array of the model, an all-reduce of the part
+    that a device has. One island sends nothing.
 
     Args:
         config: the model's sizes.
-        layout: of one island.
-        islands: how many there are.
+        layout: the layout of one island.
+        islands: the number of islands.
         axis: as in `islands.local`; by default a ring along `island`.
         itemsize: bytes of a parameter.
     """
 
     def found() -> Iterator[Term]:
+        """Yields a term for each array. Numbers are sent with 4 bytes or more, or as int8 if `axis`
+        quantizes with error feedback."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")
@@ -52,7 +55,8 @@ def terms(
 
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
-    """Returns the bytes between islands, a round and a step, in a line."""
+    """Returns a line with the bytes that a device sends between islands, per round and per step,
+    exact and as int8; a round comes once in `every` steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

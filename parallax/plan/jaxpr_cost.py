@@ -1,8 +1,14 @@
-"""One walk through a traced program: arithmetic, bytes moved, messages, and the operations that
-`liveness` lays out in memory.
+"""Walks once through a traced program, and counts its arithmetic, the bytes that it moves, its
+messages, and the operations that `liveness` lays out in memory.
 
-Elementwise results are fused (`fusion.Value`) until a product, a message or a loop needs them as an
-array; a costly one that several read is held from the start.
+A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
+`reads`, the buffers below it with the bytes read of each. A value is held once a matmul, a message
+or a loop needs it as an array, or at once if it is costly and several operations read it. Its
+`root` is the value with the same numbers before reshapes. `near` are the buffers that it reads
+element by element, in whose place its result may be written.
+
+A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
+equations take the operands, which results are `used`, and how many `readers` each result has.
 """
 
 from collections import Counter
@@ -21,25 +27,26 @@ from parallax.plan.primitives import nbytes
 
 
 class Reading:
-    """One walk: what it has counted, and where it stands."""
+    """One walk: the counts so far, and the position in the program."""
 
     def __init__(self, platform: str, habits: compiler_copies.Backend):
+        """Begins a walk for a platform, such as "cpu", and its compiler's `habits`."""
         self.platform, self.habits = platform, habits
-        self.products: Counter[str] = Counter()
-        self.lines: Counter[str] = Counter()
-        self.read, self.written = 0, 0
+        self.products: Counter[str] = Counter()  # operations of products, by the operands' type
+        self.lines: Counter[str] = Counter()  # the same, by the caller's line
+        self.read, self.written = 0, 0  # bytes
         self.messages: Counter[Message] = Counter()
-        self.unbounded: list[str] = []  # lines of loops whose trips are not known
-        self.frames = [Frame()]
-        self.times = 1
-        self.sizes: dict[str, int] = {}
+        self.unbounded: list[str] = []  # lines of loops whose number of trips is not known
+        self.frames = [Frame()]  # the innermost is last
+        self.times = 1  # trips of all loops around, multiplied
+        self.sizes: dict[str, int] = {}  # devices on each axis of the mesh
         self.mesh: Any = None
-        self.checked = True
-        self.at: JaxprEqn | None = (
-            None  # the caller's equation, where inner ones have no line of the caller's
-        )
+        self.checked = True  # `check_vma` of the shard_map around
+        # The caller's equation, if the equations inside it have no line of the caller's.
+        self.at: JaxprEqn | None = None
         self.needed = Needed()
         self.literals: dict[Any, Value] = {}
+        # By id; the equation is kept so that no other gets its id.
         self.opened: dict[int, tuple[JaxprEqn, Jaxpr]] = {}
 
     # Values
@@ -49,26 +56,27 @@ class Reading:
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Notes an operation of the frame at hand, and the bytes that it reads and writes."""
+        """Adds an operation to the innermost frame, and the bytes that it reads and writes."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Returns the buffer of a value, from now on; None for one that is made of literals alone
-        and is small."""
+        """Holds a value from now on, and returns its buffer. Returns None for a value of at most 64
+        bytes that is made only of literals, which needs no memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
                 return None
-            made = Buffer(root.bytes, self.at or root.eqn)
-            over = tuple((made, under) for under in root.near if under.bytes == made.bytes)
+            buffer = Buffer(root.bytes, self.at or root.eqn)
+            over = tuple((buffer, under) for under in root.near if under.bytes == buffer.bytes)
             self.emit(
-                Operation(tuple(root.reads), (made,), over),
+                Operation(tuple(root.reads), (buffer,), over),
                 read=sum(root.reads.values()),
-                written=made.bytes,
+                written=buffer.bytes,
             )
-            root.buffer, root.reads, root.near = made, {made: made.bytes}, frozenset([made])
+            # Later readers read this buffer and nothing below it.
+            root.buffer, root.reads, root.near = buffer, {buffer: buffer.bytes}, frozenset([buffer])
         return root.buffer
 
     def made(
@@ -80,8 +88,11 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """Returns the k-th result of an equation, in a buffer of its own or in that of one of
-        `over`, of which `part` bytes change."""
+        """Returns the k-th result of an equation that reads `reads`, held in a buffer.
+
+        The result may be written over one of `over`. With `part`, only that many bytes of it are
+        read and written, as in an update of a slice.
+        """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
         bases = {base: size for value in reads for base, size in value.root.reads.items()}
@@ -93,7 +104,8 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns a result that is computed where it is read."""
+        """Returns a result that each reader computes anew. It reads the buffers of its operands; a
+        slice reads at most its own size of each."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         part = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -111,42 +123,51 @@ class Reading:
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of a jaxpr, in the frame at hand.
+        """Returns the results of a jaxpr, whose operations go into the innermost frame.
+
+        Equations that no needed result depends on are left out.
 
         Args:
-            jaxpr: what to walk through.
-            arguments: its operands.
-            used: which results are needed.
-            readers: how many read each.
+            jaxpr: the program to walk through.
+            arguments: the values of its operands.
+            used: whether each result is needed.
+            readers: how many operations outside read each result.
         """
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {var: self._constant(var) for var in jaxpr.constvars}
-        _, counts = self.needed(jaxpr, used)
+        # For each equation, which of its results are needed; None for an equation without any.
+        _, needed_results = self.needed(jaxpr, used)
         uses = Counter(
             atom
-            for eqn, each in zip(jaxpr.eqns, counts, strict=True)
-            if each
+            for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
+            if needed
             for atom in eqn.invars
             if not jaxprs.is_literal(atom)
         )
-        for atom, many in zip(jaxpr.outvars, readers, strict=True):
+        for atom, outside in zip(jaxpr.outvars, readers, strict=True):
             if not jaxprs.is_literal(atom):
-                uses[atom] += many
-        for eqn, each in zip(jaxpr.eqns, counts, strict=True):
-            if each is not None:
+                uses[atom] += outside
+        for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True):
+            if needed is not None:
                 operands = [self._read(atom, known) for atom in eqn.invars]
-                results = self._once(eqn, operands, each, [uses[var] for var in eqn.outvars])
+                results = self._once(eqn, operands, needed, [uses[var] for var in eqn.outvars])
                 known |= zip(eqn.outvars, results, strict=True)
         return [
-            self._read(atom, known) if each else self._read(None, known)
-            for atom, each in zip(jaxpr.outvars, used, strict=True)
+            self._read(atom, known) if is_used else self._read(None, known)
+            for atom, is_used in zip(jaxpr.outvars, used, strict=True)
         ]
 
     def _constant(self, var: Any) -> Value:
+        """Returns a constant of the program, in a buffer that is no temporary."""
         buffer = Buffer(nbytes(var.aval), what="constant", fixed=True)
         return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 
     def _read(self, atom: Any, known: Mapping[Any, Value]) -> Value:
+        """Returns the value of a variable or a literal. Equal literals share one value.
+
+        None, or a variable that nothing has computed because nobody needs it, gives an empty value,
+        which reads no buffer and has no bytes.
+        """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
         key = (str(atom.aval), str(atom.val)) if atom is not None else None
@@ -157,8 +178,11 @@ class Reading:
     def _once(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of an equation; those of one that was met before, of the same
-        operands, are the same."""
+        """Returns the results of an equation. If the frame has computed the same equation of the
+        same operands before, it returns those results, as XLA computes them only once.
+
+        Equations with inner programs, barriers and effects always run anew.
+        """
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
@@ -170,6 +194,7 @@ class Reading:
         )
         known = self.frames[-1].known
         if key not in known:
+            # The operands are kept so that no other value gets the id of one of them.
             known[key] = (
                 [value.root for value in operands],
                 self._equation(eqn, operands, used, readers),
@@ -179,6 +204,8 @@ class Reading:
     def _equation(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
+        """Returns the results of an equation: of control flow, of a call, which is walked in place,
+        or of an operation."""
         name = eqn.primitive.name
         control = {
             "shard_map": self._shard_map,
@@ -191,6 +218,8 @@ class Reading:
         if name == types.linear_p.name:
             return self._linear(eqn, operands, used, readers)
         if (inner := jaxprs.called(eqn)) is not None:
+            # The backward pass of `jax.checkpoint`: its barrier keeps XLA from reusing the forward
+            # pass's values.
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = [self._apart(value) for value in operands]
             return self._inlined(
@@ -199,18 +228,23 @@ class Reading:
         return self._plain(eqn, operands, readers)
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
+        """Returns the results of a call's inner jaxpr, walked in the frame of the call. If
+        `hidden`, its equations get the line of the call, since they have none of the caller's."""
         outside, self.at = self.at, self.at or (eqn if hidden else None)
         results = self.run(inner, operands, used, readers)
         self.at = outside
         return results
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of one of the library's linear collectives, whose program is traced
+        once per equation."""
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns a value behind a barrier: an array, and another than before it."""
+        """Returns a value behind a barrier: held, and distinct from the value before the barrier,
+        so that equations which read the two are not equal. A value of literals stays as it is."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -219,6 +253,12 @@ class Reading:
         )
 
     def _plain(self, eqn: JaxprEqn, operands: list[Value], readers: Sequence[int]) -> list[Value]:
+        """Returns the results of an operation without an inner program, and counts its arithmetic
+        and messages.
+
+        An elementwise operation is fused. A reduction computes its operands as it reads them. All
+        others need their operands as arrays, and hold their results.
+        """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
@@ -228,10 +268,10 @@ class Reading:
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
             return [self._update(eqn, operands)]
-        reads = name in primitives.READERS or (
+        fuses_operands = name in primitives.READERS or (
             name in primitives.PRODUCTS and not primitives.is_product(eqn)
         )
-        for value in () if reads else operands:
+        for value in () if fuses_operands else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
         if primitives.is_product(eqn):
@@ -249,6 +289,8 @@ class Reading:
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
+        """Returns the result of an elementwise operation or a view. A reshape keeps its operand as
+        `source`; an expensive operation (`jaxprs.DEAR`) with several readers is held."""
         value = self._fused(eqn, operands)
         if eqn.primitive.name in primitives.SAME:
             value.source = operands[0].root
@@ -257,20 +299,22 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Returns where the program runs: the platform's branch, or the device's place on an
-        axis."""
+        """Returns the index of a device on an axis, or of a platform; the latter with the number of
+        the branch that this walk's platform takes. An index reads no memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
-            names = eqn.params["platforms"]
+            platforms = eqn.params["platforms"]  # None stands for all others
             value.branch = next(
-                k for k, each in enumerate(names) if each is None or self.platform in each
+                k for k, names in enumerate(platforms) if names is None or self.platform in names
             )
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """Returns an array of which a part is written anew, where it lies if nobody else needs what
-        was there."""
+        """Returns the first operand with a part of it rewritten, in the same place if nobody else
+        needs the old numbers."""
         self.hold(operands[0])
+        # The operands are (array, update, ...) in a slice's update, and (array, indices, updates)
+        # in a scatter.
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
         )
@@ -279,6 +323,8 @@ class Reading:
     # Control flow
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a `shard_map`. Inside, an argument has the bytes of its block; its
+        buffer keeps that size, since the walk counts one device's memory."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -300,6 +346,12 @@ class Reading:
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a conditional. Only one branch counts: the one with most products,
+        then messages, then memory.
+
+        Each branch is walked in a frame of its own, from the counts before the conditional. If the
+        platform decides, its branch is walked in place.
+        """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
         if index.branch is not None:
@@ -308,7 +360,7 @@ class Reading:
             )
         for value in operands:
             self.hold(value)
-        before, most = self._counted(), None
+        before, largest = self._counted(), None  # key, counts and peak of the largest branch
         for branch in branches:
             self._count(before)
             self.frames.append(Frame())
@@ -316,19 +368,20 @@ class Reading:
                 self.hold(value)
             peak = liveness.peak(self.frames.pop().operations, ())
             key = (self.products.total(), self.messages.total(), peak.bytes)
-            if most is None or key > most[0]:
-                most = key, self._counted(), peak
-        assert most is not None
-        self._count(most[1])
+            if largest is None or key > largest[0]:
+                largest = key, self._counted(), peak
+        assert largest is not None
+        self._count(largest[1])
         results = [Buffer(nbytes(aval), self.at or eqn) for aval in jaxprs.types(eqn.outvars)]
         reads = tuple({base for value in (index, *operands) for base in value.root.reads})
-        self.emit(Operation(reads, tuple(results), (), most[2].bytes, most[2].held))
+        self.emit(Operation(reads, tuple(results), (), largest[2].bytes, largest[2].held))
         return [
             Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for aval, buffer in zip(jaxprs.types(eqn.outvars), results, strict=True)
         ]
 
     def _counted(self):
+        """Returns copies of all counts, for `_count`."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -338,6 +391,8 @@ class Reading:
         )
 
     def _count(self, counted) -> None:
+        """Sets all counts back to those that `_counted` returned; copies of them, which may be used
+        again."""
         products, lines, self.read, self.written, messages = counted
         self.products, self.lines, self.messages = (
             Counter(products),
@@ -346,10 +401,15 @@ class Reading:
         )
 
     def _scan(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a scan, whose operands are constants, carries and stacked arrays
+        [length, ...], and whose results are carries and stacked arrays.
+
+        A scan of one trip is no loop: its body is walked in place.
+        """
         body, length = jaxprs.inner(eqn)[0], eqn.params["length"]
-        constants, carries = jaxprs.scan_parts(eqn)
+        constants, carries = jaxprs.scan_parts(eqn)  # how many
         split = constants + carries
-        if length == 1:  # no loop
+        if length == 1:
             pairs = zip(operands[split:], body.invars[split:], strict=True)
             arguments = operands[:split] + [self._reshaped(*pair) for pair in pairs]
             results = self.run(body, arguments, used, readers)
@@ -358,14 +418,19 @@ class Reading:
         counts = self.needed.of_scan(eqn, used)
         wanted = self.needed(body, counts)[0]
         sliced = [
-            self._slice(*each)
-            for each in zip(operands[split:], body.invars[split:], wanted[split:], strict=True)
+            self._slice(*stack)
+            for stack in zip(operands[split:], body.invars[split:], wanted[split:], strict=True)
         ]
         return self._loop(
             eqn, body, (operands[:constants], operands[constants:split], sliced), counts, length
         )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a while loop, whose number of trips is unknown: one is counted.
+
+        Its operands are the condition's constants, which are not read here, the body's constants,
+        and the carries.
+        """
         first, second = (
             eqn.params["cond_nconsts"],
             eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
@@ -379,33 +444,46 @@ class Reading:
     def _loop(
         self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int
     ) -> list[Value]:
-        """Returns a loop: each carry has a buffer, and the buffers of its stacked results are there
-        before it begins."""
+        """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
+
+        The body is walked once, in a frame of its own. The loop is one operation of the frame
+        around, with the peak of the body as `inner`. Each carry has a buffer, and the buffers of
+        the stacked results are there before the loop begins.
+
+        Args:
+            eqn: the loop.
+            body: its jaxpr.
+            parts: constants, starts of the carries, and slices of the stacked operands.
+            counts: whether each result of the body is needed.
+            trips: by which the counts of the body are multiplied.
+        """
         constants, starts, sliced = parts
         wanted = self.needed(body, counts)[0]
-        for value, each in zip(constants, wanted, strict=False):
-            if each and value.root.reads:  # what is made of literals alone is made in the loop
+        for value, is_wanted in zip(constants, wanted, strict=False):
+            # The loop itself computes a constant that is made only of literals.
+            if is_wanted and value.root.reads:
                 self.hold(value)
         carried = [
-            self._start(eqn, value, var.aval, each)
-            for value, var, each in self._carries(body, constants, starts, counts)
+            self._start(eqn, value, var.aval, is_needed)
+            for value, var, is_needed in self._carries(body, constants, starts, counts)
         ]
         stacked = [
-            Buffer(nbytes(var.aval) if each else 0, self.at or eqn)
-            for var, each in zip(eqn.outvars[len(starts) :], counts[len(starts) :], strict=True)
+            Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn)
+            for var, is_needed in zip(
+                eqn.outvars[len(starts) :], counts[len(starts) :], strict=True
+            )
         ]
-        reads = {
-            base for value in (*constants, *carried, *sliced) for base in value.root.reads
-        }  # before the body holds any
+        # Taken now, since the body may hold a value and so change its reads.
+        reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
         self.times *= trips
         results = self.run(body, [*constants, *carried, *sliced], counts, [1] * len(counts))
         ends = [
-            self.hold(value) if each else None
-            for value, each in zip(results, counts[: len(starts)], strict=False)
+            self.hold(value) if is_needed else None
+            for value, is_needed in zip(results, counts[: len(starts)], strict=False)
         ]
-        for value, each in list(zip(results, counts, strict=True))[len(starts) :]:
-            if each:
+        for value, is_needed in list(zip(results, counts, strict=True))[len(starts) :]:
+            if is_needed:
                 bases = value.root.reads
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times //= trips
@@ -417,20 +495,24 @@ class Reading:
         ]
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
-        twice = compiler_copies.beside(eqn, stacked, self.habits)
+        copied_stacks = compiler_copies.beside(eqn, stacked, self.habits)
         cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
         innermost = not any(operation.inner for operation in operations)
-        # Loops around this one have a share of the memory on the chip.
+        # An innermost loop keeps some bytes in the chip's own memory, of which the loops around it
+        # have equal shares.
         near = self.habits.near // len(self.frames) if innermost else 0
         inner = max(0, peak.bytes - near) + sum(size for size, _ in cut)
-        self.emit(Operation(tuple(reads), (*stacked, *twice), (), inner, (*peak.held, *cut)))
+        self.emit(
+            Operation(tuple(reads), (*stacked, *copied_stacks), (), inner, (*peak.held, *cut))
+        )
         return carried + [
             Value(var.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for var, buffer in zip(eqn.outvars[len(starts) :], stacked, strict=True)
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
-        """Returns the copies of a backward loop's slices where its body has several layers."""
+        """Returns the copies, with their bytes, that a backend makes of a backward loop's slices if
+        the loop is unrolled: `habits.slices` of each for every further layer in its body."""
         if not eqn.params.get("reverse", False):
             return []
         count = self.habits.slices * (eqn.params.get("unroll", 1) - 1)
@@ -442,11 +524,12 @@ class Reading:
 
     @staticmethod
     def _carries(body, constants, starts, counts):
+        """Yields each carry's start, its variable in the body, and whether it is needed."""
         return zip(starts, body.invars[len(constants) :], counts, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, counts: bool) -> Value:
-        """Returns a loop's carry, which begins as `value`, in whose place it is if nobody else
-        reads that."""
+        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed
+        (`counts`). It takes the place of `value` if nobody else reads that later."""
         if not counts:
             return Value(aval, {})
         root = value.root
@@ -460,6 +543,12 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:
+        """Returns one trip's slice, in the body's variable `var`, of an array that a scan goes
+        through.
+
+        If the body needs it (`wanted`), the whole array is held before the loop. The slice itself
+        has no buffer: its readers read at most its own bytes of the array.
+        """
         if wanted:
             self.hold(value)
         inside = Value(var.aval, {})
@@ -469,6 +558,7 @@ class Reading:
 
     @staticmethod
     def _reshaped(value: Value, var: Any) -> Value:
+        """Returns the same numbers with the type of `var`, as a view of `value`."""
         inside = Value(var.aval, value.root.reads, eqn=value.root.eqn)
         inside.source = value.root
         return inside

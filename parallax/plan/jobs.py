@@ -1,10 +1,11 @@
-"""How often a device runs each part of a pipeline's step, and how many slots it needs: closed
-forms, or folds over the table.
+"""Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
 
-Where all stages run the same lanes in a tick, closed forms count the ticks in which anything runs,
-idle stages included. Where each stage has a job of its own, the rest is read from the table.
+In *lockstep* all stages run the same kinds of job (lanes) in a tick, idle stages too, and closed
+forms count the ticks of each lane. In the other schedules each stage has a job of its own in a
+tick, and the counts are read from the schedule's table. A *slot* is a place in a buffer for one
+microbatch's arrays that wait for a later tick.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, I the input's gradient, W the
+Legend: P stages, M microbatches, v chunks per stage, F forward, I the input's gradient, W the
 weights' gradient.
 """
 
@@ -20,18 +21,18 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """How often a device runs in a step the parts of a pipeline, or of microbatches one after
-    another.
+    """The calls of each part in a step on one device, and the slots: of a pipeline, or of
+    accumulated microbatches if there is one stage.
 
     Attributes:
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: equal ticks that end the schedule.
+        last: ticks with the same lanes that end the schedule.
         weights: ticks with gradients of the stages' weights.
-        slots: places for a chunk's residuals, one of them for ticks without a job.
-        deferred: places for what the input's gradient leaves for that of the weights.
-        arrivals: places for what came from other stages and waits.
+        slots: slots for a chunk's residuals, one of them for ticks without a job.
+        deferred: slots for the arrays that the input's gradient leaves for the weights' gradient.
+        arrivals: slots for arrays that came from other stages and wait.
         hops: messages to other stages.
         embeds: calls of the embedding.
         leaves: calls of the embedding's transpose.
@@ -55,7 +56,7 @@ def jobs(layout: Layout) -> Jobs:
     P, M, v = layout.stage, layout.microbatches, layout.chunks
     if not in_lockstep(layout):
         table = table_of(layout)
-        # Messages go in each tick, one for each distance.
+        # Every tick sends one message for each distance between stages that the table uses.
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
             *(M * v, M * v, M, table.ticks, M * v),
@@ -66,32 +67,37 @@ def jobs(layout: Layout) -> Jobs:
             embeds=M,
             leaves=M,
         )
+    # A microbatch enters the pipeline per tick, and the last needs P - 1 more ticks to reach the
+    # last stage.
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
-        slots = min(M * v + 1, v * P + P - 1)  # 2P - 1 in one chunk, whatever M is
-    if layout.schedule == "zero_bubble_lockstep":  # the last stage's weights lag P - 1 ticks behind
+        slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
+    # The last stage's weights come P - 1 ticks after its input's gradient.
+    if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
-    # XLA unrolls a loop of one tick, and drops the send of the last tick. It embeds a lone
-    # microbatch once.
+    # XLA unrolls a loop of one tick, and drops its send, which nobody reads. A single microbatch is
+    # embedded only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
 
 def in_lockstep(layout: Layout) -> bool:
-    """Returns whether all stages run the same lanes in a tick."""
+    """Returns whether all stages run the same lanes (kinds of job) in a tick."""
     return layout.schedule not in PER_STAGE
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns the ticks that take the time of F, of I and of W, where each stage has a job of its
-    own and all wait for the dearest."""
+    """Returns the number of ticks that take the time of F, of I and of W, given the cost of each.
+
+    Each stage has a job of its own in a tick, and all wait for the most expensive of them.
+    """
     return table_of(layout).timed_ticks(*costs)
 
 
 def table_of(layout: Layout) -> Schedule:
-    """Returns the schedule's table."""
+    """Returns the table of the layout's schedule, cached by the sizes that it depends on."""
     return _table(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
 
 

@@ -1,8 +1,8 @@
-"""What a device holds of a decoder and its optimizer under a layout: whole numbers, from the rules,
-with no device at hand.
+"""Counts the parameters, optimizer state and inputs of a decoder on one device under a layout. The
+rules of the model tell how its arrays are split, so no device is needed.
 
 Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n
-replicas.
+replicas. A leaf is one array of the model; its share is the part that ZeRO leaves on a device.
 """
 
 import functools
@@ -23,11 +23,11 @@ class Leaf(NamedTuple):
     """One array of the model, as a device has it.
 
     Attributes:
-        path: its name, as `rules` spell it.
-        elements: on a device, before the replicas split it.
-        share: on a device, where the replicas split it (ZeRO): 1/n of it, or all where no dim
-            divides.
-        axes: along which it is split, the replicas' left out.
+        path: its path in the model, such as "blocks.mlp.up.weight".
+        elements: numbers on a device, before the replicas split them.
+        share: numbers on a device if the replicas split the array (ZeRO): 1/n of `elements`, or all
+            of them if no dim divides.
+        axes: the axes that split the array, without those of the replicas.
     """
 
     path: str
@@ -48,8 +48,8 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the path and shape of each array of the whole model, with blocks [v, L / v, ...]
-    where chunks are given."""
+    """Returns the path and shape of each array of the whole model. Its layers are stacked: [L, ...]
+    or, if `chunks` is given, [v, L / v, ...]."""
     model_class = family_of(config).model
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
@@ -60,12 +60,15 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """Returns the model's arrays as a device of `layout` has them."""
+    """Returns the model's arrays as a device of `layout` has them. Cached by the sizes that they
+    depend on."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
+    """Returns the model's arrays on a device, where `data` counts the replicas that split them."""
+    # Only the rules matter here: any stage of ZeRO splits a leaf in the same dim.
     layout = Layout(
         data=data,
         stage=stage,
@@ -74,6 +77,7 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
         microbatches=stage,
         zero=1 if data > 1 else 0,
     )
+    # The specs of a whole leaf, and of one that the replicas split too.
     rule, shared = recipe.rules_of(family_of(config), layout)
     found = []
     for path, shape in shapes(config, chunks if layout.pipelined else None):
@@ -88,7 +92,7 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
 
 
 def parameter_bytes(config: Config, layout: Layout, *, itemsize: int = 4) -> int:
-    """Returns the bytes of the parameters on a device, of `itemsize` bytes each."""
+    """Returns the bytes of the parameters on a device, `itemsize` bytes for each number."""
     return itemsize * sum(
         leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
     )
@@ -103,9 +107,9 @@ def optimizer_bytes(
 ) -> int:
     """Returns the bytes of the optimizer's state on a device, if it acts element by element, for
     parameters of `itemsize` bytes each."""
-    copies, rest = _state(optimizer, itemsize)
+    bytes_per_parameter, rest = _state(optimizer, itemsize)
     return (
-        copies
+        bytes_per_parameter
         * sum(leaf.share if layout.zero else leaf.elements for leaf in leaves(config, layout))
         + rest
     )
@@ -113,7 +117,8 @@ def optimizer_bytes(
 
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
-    """Returns the optimizer's bytes for each parameter, and what it holds besides."""
+    """Returns the bytes of the optimizer's state for each parameter, and those of its other
+    numbers, such as a step count. They are read off its state for one array of 64 parameters."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
@@ -123,13 +128,13 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
     def size(leaf):
         return leaf.size * leaf.dtype.itemsize
 
-    like = [leaf for leaf in state if leaf.shape == (count,)]
-    return sum(map(size, like)) // count, sum(map(size, state)) - sum(map(size, like))
+    moments = [leaf for leaf in state if leaf.shape == (count,)]
+    return sum(map(size, moments)) // count, sum(map(size, state)) - sum(map(size, moments))
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Returns the bytes of the token windows on a device, `batch` sequences in all, and of the
-    step's number and the loss scale."""
+    """Returns the bytes of a step's other arguments on a device: its windows of T + 1 int32 tokens,
+    of `batch` sequences in all, the step's number and the loss scale."""
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

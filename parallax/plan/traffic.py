@@ -1,10 +1,18 @@
-"""What a decoder's train step sends, collective by collective: the closed forms, which the compiled
-program's bytes equal.
+"""Counts what a decoder's train step sends, collective by collective, by closed forms. The tests
+hold the bytes against those of compiled programs.
 
-Legend: b sequences of a microbatch, T tokens (of a device, where a context axis splits them), D
-width, A = b T D numbers (an activation), L layers, P stages, M microbatches, t tensor devices, n
-replicas. A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S, a reduce-scatter half
-of it, and an all-gather to S bytes as much.
+Legend: b sequences of a microbatch, T tokens (on a device, if a context axis splits them), D width,
+A = b T D numbers (an activation), L layers, P stages, M microbatches, t tensor devices, n replicas.
+A *term* is one kind of collective, with its bytes and its calls in a step. A *leaf* is one array of
+the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
+pipeline's jobs: forward, backward or weights.
+
+In `_Step`, `size` has the calls of each part in a step (`Sizes`), `again` the operations that the
+backward pass runs again (`Recomputed`), `stream` the bytes of the residual stream on a device, and
+`compute` and `wide` the bytes of a number that the model computes, and of one that it sums.
+
+A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter sends half of
+that, and so does an all-gather to S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
 section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
@@ -28,18 +36,18 @@ from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
-BLOCK_TOKENS = 512  # of `cross_entropy.mean`
+BLOCK_TOKENS = 512  # tokens whose logits `cross_entropy.mean` computes at once
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-LAX: Mapping[
-    Any, tuple[Callable[..., Any], Callable[[int, int], int]]
-] = {  # in whose time, and the bytes of the result
+# For each collective of `jax.lax`, the function that its time is taken from, and the bytes of its
+# result.
+LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
     lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
 }
-IDLE = {"mlp.down.bias"}  # of a layer, what its backward pass never needs
-# And what it needs no more where everything is kept: what was added is, and so are norms' weights,
-# in another shape.
+IDLE = {"mlp.down.bias"}  # leaves of a layer that its backward pass never reads
+# Leaves that it does not read if everything is kept: the results of the biases' additions are kept,
+# and so are the norms' weights, in another shape.
 ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)} | {f"{part}.weight" for part in NORMS}
 
 
@@ -47,13 +55,13 @@ class Term(NamedTuple):
     """One kind of collective in a step.
 
     Attributes:
-        what: what it moves.
-        axes: along which; the axes of one device are left out.
-        collective: the function that moves it.
-        nbytes: of the array that the function takes on each device.
-        times: calls a step.
-        n: devices on the axes together.
-        itemsize: bytes of a number.
+        what: a name for the data that it moves.
+        axes: the mesh axes along which it moves them, without those of one device.
+        collective: the function that moves them.
+        nbytes: bytes of the array that the function takes on each device.
+        times: calls per step.
+        n: devices on all of these axes together.
+        itemsize: bytes of a number, since algorithms cut arrays at whole numbers.
     """
 
     what: str
@@ -66,8 +74,8 @@ class Term(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """Of one call. What `jax.lax` moves counts as its result, and takes the time of halving;
-        `lax.pmax` that of one hop."""
+        """The cost of one call. A collective of `jax.lax` sends the bytes of its result, and takes
+        the time of halving; `lax.pmax` takes that of one hop."""
         if self.collective is lax.pmax:
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
@@ -84,21 +92,21 @@ class Term(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one microbatch on a device, and how often its parts run on it in a step.
+    """The sizes of one microbatch on a device, and the calls of each part on it in a step.
 
     Attributes:
-        sequences: of the microbatch.
-        tokens: of all of these, on a device of the context axis.
-        layers: that one call of a stage runs.
+        sequences: sequences of the microbatch.
+        tokens: tokens of all of these, on a device of the context axis.
+        layers: layers that one call of a stage runs.
         forward: calls of a stage forward.
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
         leaves: calls of the embedding's transpose.
         hops: activations sent to the next stage, and cotangents to the one before.
-        last: ticks in a row, alike, that end the step.
-        weights: calls of a stage for the gradients of its weights: `backward`, or fewer where they
-            have a lane of their own.
+        last: successive ticks with the same lanes that end the step.
+        weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
+            schedule has a lane for them.
     """
 
     sequences: int
@@ -115,10 +123,11 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
-    """Returns how often what runs.
+    """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
+    `batch` sequences.
 
-    Where all stages run the same lanes, idle ones run too, on garbage: each lane counts in all
-    ticks in which it runs anywhere.
+    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run too, on
+    garbage: a lane counts in every tick in which any stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -146,24 +155,24 @@ def terms(
     itemsize: int = 4,
     size: Sizes | None = None,
 ) -> list[Term]:
-    """Returns all collectives of a step of `decoder.train_step`, those of several calls of one kind
-    in one term.
+    """Returns all collectives of a step of `decoder.train_step`. Calls of one kind are one term.
 
     Args:
         config: the model's sizes.
-        layout: which devices share what.
+        layout: the devices on each axis, and what they split.
         batch: sequences in the global batch.
         axes: the collective algorithm of each axis, as in `Compute`.
         short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU
             backend sends 4).
         itemsize: bytes of a parameter, and of a number that is computed in full precision.
-        size: with these calls; by default `sizes`, those of the step.
+        size: the calls to count; by default those of the step, from `sizes`.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
     parts = (
         *(step.inside_layers(), step.around_context(), step.at_the_ends()),
         *(step.between_stages(), step.over_replicas(), step.over_all()),
     )
+    # `lax.pmax` is in the program even for one device.
     return [
         term
         for part in parts
@@ -174,14 +183,14 @@ def terms(
 
 def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
     """Returns the bytes that a device sends in a step, by the axes along which they go."""
-    found: dict[tuple[str, ...], int] = {}
+    sent: dict[tuple[str, ...], int] = {}
     for term in terms:
-        found[term.axes] = found.get(term.axes, 0) + term.sent
-    return found
+        sent[term.axes] = sent.get(term.axes, 0) + term.sent
+    return sent
 
 
 class _Step:
-    """The terms of one step, by what causes them."""
+    """The terms of one step, one method for each cause."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
         self.config, self.layout, self.size = config, layout, size
@@ -197,6 +206,8 @@ class _Step:
         )  # the residual stream, bytes on a device
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
+        """Returns a `Term` along `axes`, in the mesh's order and without those of one device.
+        `itemsize` is by default that of a number that the model computes."""
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
         return Term(
@@ -210,8 +221,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """Returns the axes that each call works along: neighbours that one algorithm moves
-        together, one call after the other."""
+        """Returns the axes along which each call moves an array. One call takes all neighbouring
+        axes that have the same algorithm; the calls follow each other."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -219,17 +230,22 @@ class _Step:
         ]
 
     def algorithm(self, group):
+        """Returns the collective algorithm of a group of axes; a ring, which sends nothing, for an
+        empty group."""
         return self.axes[group[0]].algorithm if group else ring
 
     def size_of(self, group) -> int:
+        """Returns the number of devices on the axes of a group together."""
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
+        """Yields the term of each group of an all-reduce of `nbytes` on each device."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Returns the axes from the first to the last, where they have several algorithms."""
+        """Yields the term of each group of a reduce-scatter, from the first axis to the last. A
+        group leaves 1/n of the bytes for the next."""
         for group in self.groups(over):
             yield self.term(
                 what, group, self.algorithm(group).reduce_scatter, nbytes, times, itemsize
@@ -237,20 +253,23 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Returns the axes from the last to the first, where they have several algorithms."""
+        """Yields the term of each group of an all-gather, from the last axis to the first. A group
+        hands n times the bytes to the next."""
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
             nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:
-        """Returns the messages of tensor parallelism: each layer has 4 all-reduces, or 8
-        reduce-scatters and all-gathers, and those that are computed again."""
+        """Yields the messages of tensor parallelism. Each layer has 4 all-reduces, or with
+        `sequence` 4 all-gathers and 4 reduce-scatters, and those that run again."""
         size, again, stage = self.size, self.again, int(self.again.whole_stage)
-        both = 2 * size.layers * (size.forward + size.backward)
-        # A stage that runs again runs its forward pass as it stands; of a single layer, the last
+        in_both_passes = 2 * size.layers * (size.forward + size.backward)
+        # A stage that runs again runs its whole forward pass. If it has only one layer, its last
         # sum is not needed.
-        gathers = both + size.backward * (size.layers * again.gathers + stage * 2 * size.layers)
-        sums = both + size.backward * (
+        gathers = in_both_passes + size.backward * (
+            size.layers * again.gathers + stage * 2 * size.layers
+        )
+        sums = in_both_passes + size.backward * (
             size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1))
         )
         if self.layout.sequence:
@@ -259,21 +278,22 @@ class _Step:
             yield from self.all_reduce("activations in layers", ("tensor",), self.stream, sums)
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
-        """Returns all-gathers and reduce-scatters of the residual stream over the tensor axis."""
+        """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
+        two halves of its all-reduces."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Returns keys and values, which go round the ring in each pass, and their gradients, which
-        follow them in float32 or wider."""
+        """Yields the messages of ring attention: keys and values, which go round the ring in each
+        pass, and their gradients, which follow them in float32 or wider."""
         size, n = self.size, self.layout.context
-        keys = (
-            size.tokens * layer_of(self.config).keys // self.layout.tensor
-        )  # numbers on a device; of values as many, sent beside them
+        # Numbers on a device. Each message of keys has one of equally many values beside it, so
+        # messages count twice.
+        keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
         again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # A forward pass that runs again has its first message in common with the backward pass;
-        # all, where no loop is left.
+        # A forward pass that runs again shares its first message with the backward pass. For n <= 3
+        # no loop is left between the messages, and XLA shares them all.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
@@ -282,7 +302,8 @@ class _Step:
         )
 
     def at_the_ends(self) -> Iterator[Term]:
-        """Returns the embedding and the head, whose vocabulary is split over stage and tensor."""
+        """Yields the messages of the embedding and the head, whose vocabulary is split over the
+        axes stage and tensor."""
         size, both = self.size, ("stage", "tensor")
         ends = size.embeds + size.heads
         if self.layout.sequence:
@@ -292,15 +313,18 @@ class _Step:
             yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
         else:
             yield from self.all_reduce("vocabulary", both, self.stream, ends)
+        # The loss is computed for blocks of tokens. For each token it needs the largest logit, and
+        # two sums: of exponentials, and the target's logit.
         blocks = -(-size.tokens // BLOCK_TOKENS)
-        part = -(-size.tokens // blocks)
+        block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
-        yield self.term("maxima of logits", both, lax.pmax, part * self.wide, calls, self.wide)
-        yield from self.all_reduce("sums of logits", both, 2 * part * self.wide, calls, self.wide)
+        maxima = block_tokens * self.wide
+        yield self.term("maxima of logits", both, lax.pmax, maxima, calls, self.wide)
+        yield from self.all_reduce("sums of logits", both, 2 * maxima, calls, self.wide)
 
     def between_stages(self) -> Iterator[Term]:
-        """Returns the pipeline's hops, what enters the first stage and leaves the last, and the
-        gradients that all stages share."""
+        """Yields the messages along the stage axis: the pipeline's hops, the cotangents of what the
+        first stage takes and the last returns, and the gradients that all stages share."""
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
@@ -318,19 +342,19 @@ class _Step:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
-        """Returns whether a leaf's gradients are scattered to shares in each microbatch, or held
-        whole."""
+        """Returns whether each microbatch scatters a leaf's gradients, so that a device sums only
+        its share; else it sums the whole gradient."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
-        """Returns the sum of a leaf's gradient, of which ZeRO-2 and (for the layers) ZeRO-3 have
-        scattered all but a share already."""
+        """Yields the all-reduce of a leaf's gradient along `axis`: of a share of it if ZeRO-2, or
+        for the layers ZeRO-3, has already scattered it."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
-        """Returns the messages of data parallelism and ZeRO: gradients reduced, parameters or
-        updates gathered."""
+        """Yields the messages of data parallelism and ZeRO: gradients are reduced or scattered, and
+        parameters gathered."""
         over, chunks, shares_parameters = (
             axes_of(self.shards),
             self.layout.chunks,
@@ -341,6 +365,7 @@ class _Step:
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
+            # ZeRO-3 gathers parameters in the type of the computation, the others updated ones.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters, gathers, part = (
                 self._scatters(leaf) if self.shares_sums(leaf) else 1,
@@ -361,25 +386,27 @@ class _Step:
                 "parameters gathered", over, share // self.wide * gathered, gathers, gathered
             )
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
+        # Groups of replicas (HSDP) then add up their shares of the gradients, and the loss.
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often ZeRO-3 gathers a leaf of the layers: once forward, and again backward
-        where the backward pass needs it."""
+        """Returns how often a step gathers a layer's leaf under ZeRO-3: in each forward pass, also
+        in one that runs again, and in each backward pass that reads the leaf."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
-        again = size.backward * (name not in unread)
+        in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            return 1 + again  # no loop is left: XLA gathers once for all forward passes
-        return size.forward + again + size.backward * self.again.whole_stage
+            # No loop over layers is left, so XLA gathers once for all forward passes.
+            return 1 + in_backward
+        return size.forward + in_backward + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often ZeRO-2 scatters a leaf's gradients: once a microbatch, in a pipeline in
-        each tick of a lane that makes them.
+        """Returns how often a step scatters a leaf's gradients under ZeRO-2: once per microbatch,
+        in a pipeline in each tick of a lane that makes them.
 
-        A lane that does not make them scatters zeros: a ring's, which XLA sends once for all that
-        look alike; those of `lax.psum_scatter` it drops.
+        A lane that does not make them scatters zeros. XLA sends the zeros of a ring once for all
+        leaves of one shape, and drops those of `lax.psum_scatter`.
         """
         size = self.size
         if not self.layout.pipelined:
@@ -389,25 +416,27 @@ class _Step:
             for group in self.groups(axes_of(self.shards))
         )
         zeros = 0 if by_lax else 1
-        made = {
+        # The embedding's and the head's lanes make the gradients of GPT-2's tied `wte`; one of them
+        # makes those of the others.
+        scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,
             "norm.weight": size.heads + zeros,
         }
-        return size.weights if leaf.block else made.get(leaf.path, size.heads)
+        return size.weights if leaf.block else scatters_of_ends.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
-        """Returns one sum of squares for each set of axes that split some gradients; whether the
-        update is finite, over all of them.
+        """Yields one all-reduce of squared norms for each set of axes that splits some gradients,
+        and one over all of these axes of whether the update is finite.
 
-        Both go along the axes in the order of the alphabet, in which a type lists them.
+        Both take the axes in alphabetical order, in which a type lists them.
         """
-        sets = {}
+        axis_sets = {}
         for leaf in self.leaves:
             axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
-            sets[frozenset(axes)] = None
-        for axes in sets:
+            axis_sets[frozenset(axes)] = None
+        for axes in axis_sets:
             yield from self.all_reduce("squared norms", sorted(axes), self.wide, 1, self.wide)
         yield from self.all_reduce(
-            "whether all is finite", sorted(set().union(*sets)), self.wide, 1, self.wide
+            "whether all is finite", sorted(set().union(*axis_sets)), self.wide, 1, self.wide
         )
