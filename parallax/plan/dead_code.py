@@ -1,5 +1,4 @@
-"""Which equations of a traced program count: those that its results need, without what a compiler
-computes once only."""
+"""Finds the equations of a traced program that its results need. A compiler removes the others."""
 
 from collections.abc import Sequence
 
@@ -9,10 +8,12 @@ from parallax import jaxprs
 
 
 class Needed:
-    """Which operands and equations the results of a jaxpr need; each jaxpr is read once for each
-    set of results."""
+    """Finds the operands and equations that the results of a jaxpr need. Reads each jaxpr once for
+    each set of results."""
 
     def __init__(self):
+        """Begins with an empty cache."""
+        # By the id of a jaxpr and its needed results.
         self.known: dict[
             tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]
         ] = {}
@@ -21,8 +22,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns the operands that are needed, and for each equation which of its results are;
-        None for an equation that is not needed."""
+        """Returns whether each operand is needed for these `results`, and for each equation whether
+        each of its results is; None for an equation that is not needed."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -30,6 +31,8 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
+        """Returns what `__call__` does. Goes backward through the equations with the set of
+        variables that are needed so far; an equation with effects is always needed."""
         live = {
             atom
             for atom, used in zip(jaxpr.outvars, results, strict=True)
@@ -44,13 +47,17 @@ class Needed:
                 operands = self.operands(eqn, used)
                 live |= {
                     atom
-                    for atom, each in zip(eqn.invars, operands, strict=True)
-                    if each and not jaxprs.is_literal(atom)
+                    for atom, is_needed in zip(eqn.invars, operands, strict=True)
+                    if is_needed and not jaxprs.is_literal(atom)
                 }
         return [var in live for var in jaxpr.invars], found[::-1]
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns which operands an equation needs for these of its results."""
+        """Returns whether an equation needs each of its operands for the `used` results.
+
+        A barrier hands each operand on, and a call needs what its program needs. A while loop, like
+        any other equation, needs all of them.
+        """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
         if eqn.primitive.name == "optimization_barrier":
@@ -61,13 +68,13 @@ class Needed:
         return [True] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns which results of a scan's body count: those that are read outside, and the
-        carries that another trip needs."""
+        """Returns whether each result of a scan's body is needed: outside (`used`), or as a carry
+        by the next trip. Repeats until no further carry is needed."""
         constants, carries = jaxprs.scan_parts(eqn)
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
-            again = self(body, results)[0][constants : constants + carries]
-            more = [a or b for a, b in zip(results[:carries], again, strict=True)] + results[
+            by_next_trip = self(body, results)[0][constants : constants + carries]
+            more = [a or b for a, b in zip(results[:carries], by_next_trip, strict=True)] + results[
                 carries:
             ]
             if more == results:
@@ -75,12 +82,16 @@ class Needed:
             results = more
 
     def _scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        constants, carries = jaxprs.scan_parts(eqn)
+        """Returns whether a scan needs each of its operands: constants, carries, stacked arrays.
+
+        A carry's start is needed if the body reads the carry, or if its last value is needed.
+        """
+        constants, carries = jaxprs.scan_parts(eqn)  # how many
         if eqn.params["length"] == 1:  # no loop
             return self(jaxprs.inner(eqn)[0], used)[0]
         results = self.of_scan(eqn, used)
         operands = self(jaxprs.inner(eqn)[0], results)[0]
         return [
-            each or (constants <= k < constants + carries and results[k - constants])
-            for k, each in enumerate(operands)
+            is_read or (constants <= k < constants + carries and results[k - constants])
+            for k, is_read in enumerate(operands)
         ]

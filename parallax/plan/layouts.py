@@ -1,11 +1,11 @@
-"""The layouts of a number of devices that fit the model, the batch and the memory, the fastest
-first.
+"""Finds the layouts of a number of devices that fit the model, the batch and the memory, the
+fastest first.
 
     for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
         print(planned.seconds.total, planned.layout)
 
-The closed forms rank all layouts, each with the fastest algorithm along each of its axes. The step
-of the first few is traced, and its memory decides whether they fit.
+The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
+step of the fastest is traced, one layout after another, and its memory decides whether it fits.
 """
 
 import itertools
@@ -22,18 +22,18 @@ from parallax.plan.families import Config, known
 from parallax.plan.units import Number, quantity
 from parallax.validate import CHOICES, divisors
 
-SEQUENCES = (1, 2, 4, 8, 16)  # in a microbatch
-CHUNKS = (1, 2, 3, 4)
-GROUPS = (8, 16, 32, 64)  # replicas among which ZeRO splits, where there are more
+SEQUENCES = (1, 2, 4, 8, 16)  # sequences in a microbatch
+CHUNKS = (1, 2, 3, 4)  # chunks of layers on each stage
+GROUPS = (8, 16, 32, 64)  # replicas in a group, if ZeRO splits only within groups (HSDP)
 
 
 class Choices(NamedTuple):
     """The layouts that `search` chooses from.
 
     Attributes:
-        precision: that of `Layout`.
-        sequences: of a microbatch on a device.
-        schedules: of pipelines: words of `Layout`.
+        precision: the `precision` of the layouts.
+        sequences: the numbers of sequences that a microbatch on a device may have.
+        schedules: the schedules of pipelines, as `Layout` names them.
     """
 
     precision: str = "bfloat16"
@@ -52,14 +52,15 @@ def search(
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
-    """Returns the fastest layouts of exactly `devices` that fit, at most `count`, the fastest
-    first.
+    """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
+    `count`, the fastest first.
 
-    Each has the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
-    differ in ZeRO's stage and remat alone, the fastest that fits is listed. Where tensor
-    parallelism can split tokens too, it does: as much moves, and less is kept. Pipelines have as
-    many microbatches as the batch has, of `choices.sequences`. Schedules with gradients of weights
-    apart compute nothing again. ZeRO splits among all replicas, or in groups of them (HSDP).
+    Each has the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts differ
+    only in ZeRO's stage and in remat, only the fastest that fits is listed. Tensor parallelism also
+    splits tokens if it can, since that moves as many bytes and keeps fewer. A pipeline splits the
+    batch into microbatches of `choices.sequences` sequences each. A schedule that defers the
+    weights' gradients computes nothing again. ZeRO splits over all replicas, or within groups of
+    them (HSDP).
 
     Args:
         config: the model's sizes.
@@ -68,17 +69,17 @@ def search(
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
         choices: the precision, the sizes of microbatches and the schedules to choose from.
-        count: the most layouts to return. Each, and each that does not fit, takes a second or more:
-            its step is traced.
+        count: the largest number of layouts to return. Each of them, and each faster one that does
+            not fit, takes a second or more, since its step is traced.
         attention_kernel: as `plan` takes it.
 
     Raises:
-        ValueError: no layout takes so many devices, or none of those fits, and the message says
-            which comes nearest; or a number below 1, or a precision or a schedule that is not
-            known.
+        ValueError: no layout has so many devices; or none of them fits, and the message names the
+            one that needs least memory; or a number below 1, or an unknown precision or schedule.
     """
     known(config)
-    Layout(precision=choices.precision)  # refuses one that is not known
+    # These raise `ValueError` for an unknown word.
+    Layout(precision=choices.precision)
     for schedule in choices.schedules:
         Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
@@ -93,6 +94,7 @@ def search(
             f"sequences over exactly {devices} devices, and there is none. Use a batch that "
             f"{devices} divides, or another number of devices."
         )
+    # A lower bound of the memory drops layouts before their steps are traced.
     bytes_of = {
         layout: _at_least(config, layout, hardware, batch, optimizer, attention_kernel)
         for layout in candidates
@@ -100,6 +102,7 @@ def search(
     possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
 
     def planned_of(layout: Layout) -> Plan:
+        """Returns the plan of one layout, with the search's other arguments."""
         return plan(
             config,
             layout,
@@ -114,9 +117,10 @@ def search(
     for planned in ranked:
         if len(fitting) == count:
             break
-        alike = frozenset((vars(planned.layout) | {"zero": None, "remat": None}).items())
-        if alike not in fitting and planned.fits:
-            fitting[alike] = planned
+        # Equal for layouts that differ only in ZeRO's stage and in remat.
+        key = frozenset((vars(planned.layout) | {"zero": None, "remat": None}).items())
+        if key not in fitting and planned.fits:  # `fits` traces the step, so it is asked last
+            fitting[key] = planned
     if not fitting:
         nearest = min(candidates, key=bytes_of.__getitem__)
         needed = planned_of(nearest).memory.peak
@@ -129,30 +133,33 @@ def search(
 
 
 def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
-    """Returns the plan to take: of those whose time is near the shortest, the one that splits
-    layers and matrices over fewest devices.
+    """Returns the recommended plan: among those whose time is near the shortest, the one that
+    splits layers and matrices over the fewest devices.
 
-    A plan's time is not known to a twentieth, and what splits less has fewer messages that work
-    must wait for.
+    A predicted time may be off by more than a twentieth, and a replica of fewer devices has fewer
+    messages that work must wait for.
 
     Args:
         plans: the fastest first, as `search` returns them.
-        within: the share of the shortest time that counts as near.
+        within: a time is near if it exceeds the shortest by at most this share.
     """
-    near = [one for one in plans if one.seconds.total <= (1 + within) * plans[0].seconds.total]
+    longest = (1 + within) * plans[0].seconds.total
+    near = [planned for planned in plans if planned.seconds.total <= longest]
     return min(near, key=_devices_of_a_replica)
 
 
 def _devices_of_a_replica(planned: Plan) -> int:
+    """Returns the number of devices among which one copy of the model is split."""
     return planned.layout.stage * planned.layout.tensor
 
 
 def _seconds(planned: Plan) -> float:
+    """Returns the seconds of a step, the key by which plans are ranked."""
     return planned.seconds.total
 
 
 def table(found: Sequence[Plan], count: int = 10) -> str:
-    """Returns the first of these plans, a line each."""
+    """Returns the first `count` of these plans as text, one line for each."""
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
     for planned in found[:count]:
         lines.append(
@@ -164,16 +171,17 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
 
 
 def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
-    """Returns the layouts that divide the model and the batch and that the plan counts."""
+    """Yields the layouts that divide the model and the batch, and for which plan has closed
+    forms."""
     for sizes in _sizes(config, devices, batch, choices.sequences):
-        # Where tokens are not split, what goes between stages can be.
+        # Messages between stages can be split over the tensor axis, unless tokens already are.
         by_stages = sizes["stage"] > 1
         splits = (False, True) if by_stages and sizes["tensor"] > 1 else (False,)
         if sizes["sequence"]:
             splits = (False,)
-        orders = choices.schedules if by_stages else ("one_f_one_b_lockstep",)
-        words = itertools.product(splits, orders, CHOICES["zero"], CHOICES["remat"])
-        for split_sends, schedule, zero, remat in words:
+        schedules = choices.schedules if by_stages else ("one_f_one_b_lockstep",)
+        options = itertools.product(splits, schedules, CHOICES["zero"], CHOICES["remat"])
+        for split_sends, schedule, zero, remat in options:
             fields = sizes | {
                 "split_sends": split_sends,
                 "schedule": schedule,
@@ -186,12 +194,12 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
-    """Returns the sizes of the axes, with microbatches and chunks, that divide the model and the
-    batch."""
+    """Yields fields of `Layout`: the sizes of the axes, with microbatches and chunks, that divide
+    the model and the batch. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
-        replicas, left = divmod(devices, tensor * stage)
+        replicas, remainder = divmod(devices, tensor * stage)
         if (
-            left
+            remainder
             or config.rows % (tensor * stage)
             or config.sizes["hidden"] % tensor
             or batch % replicas
@@ -201,8 +209,9 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
         for data, b, chunks in itertools.product(
             _groups(replicas, stage), sequences, chunks_to_try
         ):
-            microbatches, left = divmod(batch // replicas, b)
-            if left or config.layers % (stage * chunks) or (stage > 1 and microbatches == 1):
+            microbatches, remainder = divmod(batch // replicas, b)
+            # A pipeline of one microbatch would leave all stages but one idle.
+            if remainder or config.layers % (stage * chunks) or (stage > 1 and microbatches == 1):
                 continue
             yield {
                 "replica": replicas // data,
@@ -216,14 +225,15 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the replicas among which ZeRO may split: all, or with no pipeline those of a
-    group."""
+    """Returns the numbers of replicas over which ZeRO may split: all of them, or without a pipeline
+    also a group of them."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Returns the bytes that a device needs at least: its arguments and what layers keep."""
+    """Returns a lower bound of the bytes that a device needs: the step's arguments, and what the
+    layers keep for the backward pass."""
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

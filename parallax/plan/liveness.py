@@ -1,10 +1,11 @@
-"""Which buffers live when in a traced program, as a compiler that fuses elementwise operations lays
-them out.
+"""Computes the peak memory of a traced program from the lifetimes of its buffers, for a compiler
+that fuses elementwise operations.
 
 A frame is a program or the body of a loop: a list of operations, each with the buffers that it
-reads and writes. A buffer lives from the operation that writes it to the last that reads it. An
-operation that reads an operand element by element for the last time writes its result in that
-operand's place; so does an update of a part.
+reads and writes. A buffer lives from the operation that writes it to the last one that reads it.
+An operation that reads an operand element by element, or updates a part of it, writes its result
+over the operand if nothing reads the operand later. The buffers that are written over each other
+share one *place*.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ class Held(NamedTuple):
     """A buffer at the fullest moment.
 
     Attributes:
-        bytes: on a device.
-        what: its type, and the operation that makes it.
-        line: of the source.
+        bytes: its size on a device.
+        what: the operation that makes it, or the kind of buffer.
+        line: the line of the caller's source.
     """
 
     bytes: int
@@ -26,7 +27,7 @@ class Held(NamedTuple):
 
 
 class Buffer:
-    """Bytes with a place of their own, in the frame in which they are set aside."""
+    """An array in memory. It belongs to the frame whose operation writes it."""
 
     def __init__(
         self,
@@ -37,26 +38,29 @@ class Buffer:
         fixed: bool = False,
         carry: bool = False,
     ):
-        """`fixed`: it is an argument, a result or a constant, no temporary; `carry`: a loop's
-        carry, in its start's place."""
+        """Makes a buffer of `nbytes`, which the equation `eqn` computes, or which `what` describes.
+
+        `fixed` marks an argument, a result or a constant, which does not count as a temporary;
+        `carry` marks a loop's carry, which may be written over the array that it starts from.
+        """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
-        self.into: Buffer = self
+        self.into: Buffer = self  # the buffer that it is written over, if not itself
 
     @property
     def place(self) -> "Buffer":
-        """The buffer in whose place it is."""
+        """The first of the buffers that are written over each other, and of which this is one."""
         return self if self.into is self else self.into.place
 
 
 class Operation(NamedTuple):
-    """One operation that writes memory, or a loop.
+    """One operation that writes memory, or a whole loop.
 
     Attributes:
-        reads: buffers that must be there.
-        writes: buffers that it makes.
-        over: pairs of a buffer that it makes and one that it may be written over.
-        inner: the temporaries of a loop's body at their fullest, beside all of these.
-        held: what those are.
+        reads: the buffers that it reads.
+        writes: the buffers that it makes.
+        over: pairs of a buffer that it makes, and a buffer over which it may write it.
+        inner: for a loop, the peak bytes of its body's temporaries, beside the buffers above.
+        held: the temporaries in that peak, with their bytes.
     """
 
     reads: tuple[Buffer, ...]
@@ -67,8 +71,13 @@ class Operation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The temporaries of a frame at its fullest moment: their bytes, each of them, and where in the
-    frame that is."""
+    """The temporaries of a frame at its fullest moment.
+
+    Attributes:
+        bytes: the bytes of all of them.
+        held: each of them, with its bytes.
+        at: the index of the operation that runs then.
+    """
 
     bytes: int
     held: tuple[tuple[int, Buffer], ...]
@@ -83,23 +92,25 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """Returns the fullest moment of a frame.
+    """Returns the fullest moment of a frame. Sets the `place` of its buffers.
 
     Args:
-        operations: in the order in which they run.
-        results: buffers that live to the end.
+        operations: the operations, in the order in which they run.
+        results: buffers that live to the end of the frame.
         given: buffers of the frame around that this one may write over: a loop's carries.
-        carried: of a loop, each carry's buffer at the end of a trip and at its beginning.
-        early: whether a loop's stacks have their place before the loops that run before it.
+        carried: for a loop, the buffers of each carry at the end of a trip and at its beginning.
+        early: whether the results of loops are allocated at the start of the frame.
     """
     end = len(operations)
+    # The index of the operation that last uses each buffer.
     last: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
         for buffer in (*operation.reads, *operation.writes):
             last[buffer] = k
     last |= dict.fromkeys(results, end)
-    own = {buffer for operation in operations for buffer in operation.writes}
-    free = own | set(given)
+    written_here = {buffer for operation in operations for buffer in operation.writes}
+    may_overwrite = written_here | set(given)
+    # For each place, the last use of any buffer in it; for each buffer, when it is made.
     until: dict[Buffer, int] = {}
     born: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
@@ -108,14 +119,16 @@ def peak(
             until[made] = last[made]
         for made, under in operation.over:
             place = under.place
+            # No later operation may read `under`, or any other buffer in its place.
             if (
-                under in free
+                under in may_overwrite
                 and last.get(under, -1) <= k
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
+    # A carry's new array takes the old one's place if the trip no longer reads that.
     for made, under in carried:
         if (
             made in born
@@ -123,8 +136,9 @@ def peak(
             and max(last.get(under, -1), until.get(under, -1)) < born[made]
         ):
             made.into = under
+    # Bytes that come, minus bytes that go, at each operation. The running sum is what lives.
     change = [0] * (end + 2)
-    for buffer in own:
+    for buffer in written_here:
         if buffer.place is buffer and not buffer.fixed:
             change[born[buffer]] += buffer.bytes
             change[until[buffer] + 1] -= buffer.bytes
@@ -136,7 +150,7 @@ def peak(
             best, at = total, k
     held = [
         (buffer.bytes, buffer)
-        for buffer in own
+        for buffer in written_here
         if buffer.place is buffer and not buffer.fixed and born[buffer] <= at <= until[buffer]
     ]
     return Peak(best, (*held, *(operations[at].held if at < end else ())), at)
