@@ -1562,7 +1562,7 @@ TOLD = (
     ),
     Mutant(
         "search",
-        "alike not in fitting and planned.fits",
+        "key not in fitting and planned.fits",
         "planned.fits",
         "test_plan.py::test_what_is_found_is_valid_fits_and_is_ranked",
     ),

@@ -2,7 +2,7 @@
 from steps that JAX 0.10.2 compiled.
 
 `benchmarks/plan.py` scores those of the CPU, and `benchmarks/accelerators.py` those of the
-accelerators. A `Buffer` (of `live`) is an array with memory of its own.
+accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
 """
 
 from collections.abc import Sequence
