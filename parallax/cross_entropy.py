@@ -1,5 +1,8 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
+Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits them, t the tokens
+of a block.
+
 The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
 block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
 and its term of the table's gradient. All three are computed while the block's logits exist, so the
@@ -32,10 +35,10 @@ def mean(
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
     `x[B, D], W[V_X, D], targets[B] -> scalar`.
 
-    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`. It
-    has as many matrix products: three for value and gradient, one for the value alone. The factors
-    of the products have the dtype of `x`. Their sums, the softmax and the loss are float32 or
-    wider.
+    It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
+    with the same number of matrix products: three for value and gradient, one for only the value.
+    The factors of the products have the dtype of `x`. Their sums, the softmax and the loss are
+    float32 or wider.
 
     It holds the t V_X logits of t = `block_tokens` tokens, and two sums of the size of the table.
     Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
@@ -71,7 +74,7 @@ def mean(
     blocks = -(-count // block_tokens)
 
     def in_blocks(leaf, dims=0):
-        """Returns `leaf`, whose last `dims` dims are not tokens, as `[blocks, tokens, ...]`."""
+        """Returns `leaf`, whose last `dims` dims are not tokens, as `[blocks, t, ...]`."""
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
@@ -85,13 +88,15 @@ def mean(
         """Returns the mean loss; `others` are the targets, and the weights if there are any."""
 
         def block(_, parts):
+            """Returns the losses of one block: `parts` are its x, targets and weights."""
             return None, losses_of(make_logits(parts[0], table), *parts[1:])
 
         _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
+        # The rows after `count` only fill up the last block.
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
-        """Returns the mean loss, and the gradients of the sum of losses in `x` and the table."""
+        """Returns the mean loss, and as residuals the gradients of the sum of losses."""
 
         def block(d_table, parts):
             """Returns the table's gradient after one block, and the block's losses and dx."""
@@ -146,7 +151,7 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
 
 
 def _in_blocks(leaf: Array, blocks: int) -> Array:
-    """Returns `leaf`, which has a row for each token, as `[blocks, tokens of a block, ...]`."""
+    """Returns `leaf`, which has a row for each token, as `[blocks, t, ...]`."""
     # Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient.
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])

@@ -111,7 +111,7 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     `asked` are the sizes in words.
     """
     product = math.prod(sizes.values())
-    # Changes of one axis with which the product is the number of devices.
+    # New sizes of one axis with which the product is the number of devices.
     fitting = [
         f"{name}={devices // (product // size)}"
         for name, size in sizes.items()
@@ -163,7 +163,7 @@ def spmd(
         arrays, static_in = eqx.partition(arguments, is_array)
         check_specs(arrays, in_specs, typed_mesh)
         arrays = _laid_out(arrays, in_specs, typed_mesh)
-        # A function or a number cannot be a result of `shard_map`, so it is returned by this list.
+        # A function or a number cannot be a result of `shard_map`, so `body` puts it here.
         static_out = []
 
         def body(*arrays):
@@ -171,6 +171,7 @@ def spmd(
             static_out.append(static)
             return result
 
+        # `grads` refuses a batch that is split over one of these axes.
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -181,10 +182,9 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """Returns the axes that split several arrays under one spec although their numbers of rows
-    differ.
+    """Returns the axes by which one spec splits several arrays with different numbers of rows.
 
-    `specs` is a tree prefix: one spec may hold for several leaves, whose first dims may differ.
+    `specs` is a tree prefix, so one spec may hold for several leaves. Rows are the first dim.
     """
 
     def axes(spec, leaves):
@@ -196,7 +196,10 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:
-    """Returns `mesh` with the axis types that `jax.set_mesh` gave it."""
+    """Returns `mesh` with the axis types that `jax.set_mesh` gave it.
+
+    Raises `ValueError` inside a map, under another mesh of `jax.set_mesh`, or for mixed axis types.
+    """
     context = jax.sharding.get_abstract_mesh()
     # Inside a map, JAX would map over the other axes only, and there are none.
     if context.manual_axes:
@@ -291,7 +294,7 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
-    """Returns the bytes of `leaf` that the devices of `sharding` do not have of their parts."""
+    """Returns the bytes that the devices lack of their parts of `leaf` by `sharding`, in total."""
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
         where = (
@@ -326,7 +329,7 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns the box of an index of slices: (start, stop) for each dim."""
+    """Returns (start, stop) for each dim, from a slice for each dim of an array of this shape."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 

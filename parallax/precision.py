@@ -45,8 +45,7 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Returns `grad` computed on parameters in `dtype`, with gradients in the parameters' own
-    types.
+    """Returns `grad` computed on parameters in `dtype`, with gradients in the parameters' dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
     cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
@@ -162,12 +161,12 @@ def adjusted(
             unscaling round nothing.
     """
     good = jnp.where(finite, scale.good + 1, 0)
-    grown = good >= interval
-    value_if_finite = jnp.where(grown, scale.value * factor, scale.value)
+    rises = good >= interval
+    value_if_finite = jnp.where(rises, scale.value * factor, scale.value)
     value = jnp.where(finite, value_if_finite, scale.value / factor)
     new_fields = (
         jnp.clip(value, LEAST, 2.0**24),
-        jnp.where(grown, 0, good),
+        jnp.where(rises, 0, good),  # counted anew after each change of the value
         scale.skipped + (~finite).astype(jnp.int32),
     )
     return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, new_fields)

@@ -30,13 +30,13 @@ GATHERED = "gathered"
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `remat`, one of these functions, for a block that runs in a loop.
+    """Returns `remat`, a function of this module, for a block that runs in a loop.
 
     `jax.checkpoint` puts a barrier around the kept results. Without it, XLA would reuse results of
     the forward pass instead of recomputing them. If the forward and the backward pass are separate
     loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an accelerator
-    would copy the kept results out of the loop's stacks before their use. A function from elsewhere
-    is returned unchanged.
+    would copy the kept results out of the loop's stacks before their use. Another `remat`, from
+    outside this module, is returned unchanged.
     """
     return (
         functools.partial(remat, prevent_cse=False)
@@ -57,6 +57,7 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
     """
 
     def is_saveable(primitive, *_, **params):
+        """Returns False for a result named `GATHERED`, which is then recomputed."""
         # JAX's policies by name know only `checkpoint_name`, not the name in our primitive.
         return not (primitive is linear_p and params["name"] == GATHERED)
 

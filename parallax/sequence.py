@@ -1,7 +1,8 @@
 """Sequence parallelism: between the split layers, each device has some tokens of the residual
 stream.
 
-Legend: B batch, T tokens, D width, X the tensor axis, t its size.
+Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the tensor axis, t devices
+on it. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
 computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
@@ -77,7 +78,7 @@ def column(
     `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
     The arguments are those of `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
-    multiplies while the tokens travel.
+    multiplies some tokens while the others travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
@@ -112,7 +113,8 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
-    # The sums get no name, by which `remat` would compute them again: that repeats the products.
+    # Unlike gathered tokens, the sums have no name for `remat.gathers`, which recomputes results of
+    # that name: the products would be recomputed too.
     if matmul_reduce_scatter is None:
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
@@ -144,7 +146,7 @@ def comms(
     """Returns the communication of layers whose residual stream has its tokens split over `axis`.
 
     Over the axes `shared`, which share the vocabulary, `all_tokens` and `sum_partials` are
-    Megatron's pair.
+    Megatron's pair, `tensor.copy_to` and `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, it does both at the same time, hop by hop. The functions
@@ -183,8 +185,8 @@ def comms(
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Returns `comms` whose layers multiply while the tokens travel, by `collectives.matmul`.
 
-    That sends to both neighbours at the same time. In the layers it replaces the algorithm of
-    `axis`, which is used only outside them.
+    These products send to both neighbours at the same time. The algorithm of `axis` is used only
+    outside the layers.
     """
     return comms(
         axis,

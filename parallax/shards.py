@@ -1,7 +1,7 @@
 """A device's shard of a leaf: functions from the shard to the whole leaf, and back.
 
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
-empty list.
+empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Split(NamedTuple):
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
 
-    `axis` may be several axes.
+    `axis` may be several axes. `specs` are the specs by dotted path; a leaf without one is whole.
 
     Raises:
         ValueError: a dim is split over `axis` and, inside that, over another axis.

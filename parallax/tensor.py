@@ -6,6 +6,9 @@ between the two. `copy_to` stands before the pair (identity forward, all-reduce 
 `reduce_from` after it (all-reduce forward, identity backward). The axis may be several axes. With
 `()` nothing is split, and the same code runs on one device.
 
+Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
+axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
+
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
 
@@ -31,8 +34,7 @@ class Comms(NamedTuple):
 
     `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
 
-    Between layers there is the residual stream, [B, T, D]. Every device has all its tokens, or each
-    device has some.
+    Between layers there is the residual stream, [B, T, D]. A device has all its tokens, or some.
 
     Attributes:
         axis: the axis that the layers are split over.
@@ -148,9 +150,9 @@ def column(
 
     Backward it takes one all-reduce of the size of `x`.
 
-    The outputs may have several dims, such as heads and head width; any of them may be split. An
-    `eqx.nn.Linear`, whose weight is [outputs, inputs], may be passed as the weight, with its own
-    bias: `tensor.column(x, linear, None, axis)` is `ColumnLinear`.
+    The outputs may have several dims, such as heads and head width; any of them may be split. The
+    weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
+    `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
     Raises:
         ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or
@@ -159,7 +161,7 @@ def column(
     if isinstance(weight, eqx.nn.Linear):
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
-    # `copy_to` is before the product, so one all-reduce sums the cotangents from all outputs.
+    # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
     return y if bias is None else add_bias(y, bias)
 
@@ -174,9 +176,9 @@ def row(
 
     Forward it takes one all-reduce of the size of the result.
 
-    The inputs may have several dims, the last ones of `x` and the first ones of `weight`. An
-    `eqx.nn.Linear`, whose weight is [outputs, inputs], may be passed as the weight, with its own
-    bias: `tensor.row(x, linear, None, axis)` is `RowLinear`.
+    The inputs may have several dims: the last dims of `x` and the first dims of `weight`. The
+    weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
+    `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
 
     Raises:
         ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs
@@ -195,7 +197,7 @@ class ColumnLinear(eqx.Module):
     J_X]`.
 
     `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    has its specs.
+    gives its specs.
 
     Attributes:
         linear: weight [outputs, inputs] and bias [outputs]: all outputs outside the map, and this
@@ -221,7 +223,7 @@ class RowLinear(eqx.Module):
     A[B, I_X] + b[J] -> [B, J]`.
 
     `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    has its specs.
+    gives its specs.
 
     Attributes:
         linear: weight [outputs, inputs] and bias [outputs]. Outside the map the weight has all
@@ -245,10 +247,10 @@ class RowLinear(eqx.Module):
 class Embedding(eqx.Module):
     """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`.
 
-    One all-reduce of the result.
+    It takes one all-reduce of the result.
 
     `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
-    `rule` has its specs. It takes one id, as Equinox's does, or an array of them.
+    `rule` gives its specs. A call takes one id, as Equinox's does, or an array of ids.
 
     Attributes:
         embedding: weight [rows, width]: all rows outside the map, this device's inside.
@@ -269,7 +271,7 @@ class Embedding(eqx.Module):
             ValueError: the table's rows are not split over the axis.
         """
         # Equinox's static field keeps the number of rows of the whole table. So a table that was
-        # not split is recognised: all its ids would be found on the first device.
+        # not split is recognised: the first device would hold all ids, and the others none.
         rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
         weight = self.embedding.weight
         if len(weight) * devices != rows:
@@ -304,11 +306,12 @@ def rule(model: PyTree) -> Rule:
             continue
         names = Axis.of(layer.axis).names or None
         name = "embedding" if isinstance(layer, Embedding) else "linear"
-        # Layers that were made together by `jax.vmap` have more first dims.
+        # A weight has two dims; layers that were made together by `jax.vmap` have more in front.
         stacked = [None] * (getattr(layer, name).weight.ndim - 2)
         prefix = jax.tree_util.keystr(
             (*path, jax.tree_util.GetAttrKey(name)), simple=True, separator="."
         )
+        # A weight is [outputs, inputs] or [rows, width]; a row-parallel bias is whole.
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
@@ -336,7 +339,10 @@ def _check_attention(model: PyTree) -> None:
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
-    """Raises `ValueError` unless the weight is split along its dim `split`, and along no other."""
+    """Raises `ValueError` unless the weight is split along its dim `split`, and along no other.
+
+    Dim 0 are the outputs, dim 1 the inputs.
+    """
     # Equinox's static fields keep the whole sizes. So a weight that was not split, or was split
     # along the other dim, is refused even if its shape happens to fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
@@ -384,7 +390,8 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
-    It must take the inputs of this device, and be split over `axis`.
+    It must take the inputs of this device, and be split over `axis`. The inputs are the first dims
+    of the weight and the last dims of `x`.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -450,11 +457,11 @@ def embed_partial(
     # keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
-    counts = unknown if weights is None else unknown & weights.astype(bool)
+    is_wrong = unknown if weights is None else unknown & weights.astype(bool)
     # A wrong id makes the loss nan. An error inside a compiled program would stop all devices.
-    others = jnp.where(counts, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
+    not_here = jnp.where(is_wrong, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
     return jnp.where(
-        (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), others[..., None]
+        (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), not_here[..., None]
     )
 
 
@@ -487,7 +494,7 @@ def cross_entropy(
     vocabulary = rows * axis.size() if vocabulary is None else vocabulary
     row, _ = _held(targets, rows, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # Padding is left out of the softmax. Without padding, this pass over the logits is left out.
+    # Padding is left out of the softmax. Without padding, this pass over the logits is not needed.
     if vocabulary < rows * axis.size():
         logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
     # The maximum cancels in the softmax, so it may be a constant for the gradient.
@@ -501,17 +508,15 @@ def cross_entropy(
     )
     # A target that no device has would give a logit of 0, and a loss that looks right.
     unknown = _outside(targets, vocabulary)
-    nothing = jnp.full((), jnp.nan, target.dtype)
-    target = jnp.where(
-        unknown, nothing if weights is None else jnp.where(weights != 0, nothing, 0), target
-    )
+    nan = jnp.full((), jnp.nan, target.dtype)
+    target = jnp.where(unknown, nan if weights is None else jnp.where(weights != 0, nan, 0), target)
     total, target = reduce_from(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
     losses = jnp.log(total) - target
     return losses if weights is None else weights.astype(losses.dtype) * losses
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns each id's row on this device, and whether this device has that row."""
+    """Returns each id's row on this device, which has `rows` rows, and whether it has that row."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
@@ -524,7 +529,8 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in their own dtype, since an int64 id may not fit in int32.
+    Ids are compared in their own dtype: an int64 id may not fit in int32, and the vocabulary's last
+    number may not fit in a narrow dtype.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 

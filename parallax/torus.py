@@ -69,9 +69,9 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the factor of each axis that runs over slices, the first axes first.
+    """Returns, for each axis, the factor of its size that runs over slices, the first axes first.
 
-    The factors multiply to `count` slices, or to fewer if the axes do not divide.
+    The factors multiply to `count` slices, or to fewer if no axes have such factors.
     """
     factors = []
     for size in sizes:
@@ -93,7 +93,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     Devices whose coordinates do not fill a box keep their order.
     """
     chips = np.array([device.coords for device in devices])
-    chips -= chips.min(0)
+    chips -= chips.min(0)  # a slice need not begin at chip 0 of its torus
     box = tuple(int(size) for size in chips.max(0) + 1)
     cores = len(devices) // math.prod(box)
     by_place = {
@@ -150,6 +150,7 @@ def coordinates(
         # Each array is [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes its best
         # path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
+        # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
         total = np.sum(weighted, axis=0)
         if total.min() < cost:
@@ -198,7 +199,8 @@ def _links(size: int, ring: bool) -> np.ndarray:
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
     """Yields each way to cut the dims of a box: `cut[dim][axis]`.
 
-    The pieces of a dim multiply to its length, and those of an axis to the axis's size.
+    The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. Dim by
+    dim, the axes' sizes are divided by their pieces, so at the end all must be 1.
     """
     if not box:
         if all(size == 1 for size in sizes):
@@ -238,6 +240,8 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
         for fold in (False, True)[: max(1, min(2, len(axes)))]:
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
+                # From the outermost axis to the innermost; after an odd digit the next stretch runs
+                # backward.
                 place, backward = 0, False
                 for axis in order:
                     digit = pieces[axis] - 1 - digits[axis] if backward else digits[axis]
@@ -265,6 +269,7 @@ def _costs(
         lines: for each dim, its layings: the result of `_lines`.
         metrics: for each dim, the links between each two places.
     """
+    # `side` numbers the dims in which the axis has a piece, as the columns of a path do.
     sides, side = _sides(axis, cut), 0
     costs = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
@@ -277,6 +282,7 @@ def _costs(
             # axis are the mean over the others.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
+            # The square makes one long hop among short ones worse than equal hops.
             costs_of_dim[:, k] = np.tensordot(steps, (links + FAR * links**2).mean(-1), 2)
         shape = [len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))]
         costs = costs + costs_of_dim.reshape(shape)
@@ -317,7 +323,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
             back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
             paths_in_order.append([(k,) for k in out + back])
         if len(ordered_sides) > 1:
-            # Out along the first side, and back through the lines that leave that side.
+            # Out along the first side, and back through the lines that leave it, every second line
+            # backward.
             line = _snake(ordered_sides[1:])
             back = [
                 (k, *point)
@@ -325,6 +332,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
                 for point in (line[1:], line[:0:-1])[i % 2]
             ]
             paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
+        # Back from the order of the path to that of `sides`.
         inverse = np.argsort(order).astype(int)
         for path in paths_in_order:
             paths.append(np.array(path, int).reshape(len(path), len(sides))[:, inverse])
@@ -332,7 +340,10 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns all points of a box in an order in which each is one step from the one before."""
+    """Returns all points of a box in an order in which each is one step from the one before.
+
+    Every second line runs backward.
+    """
     points: list[tuple[int, ...]] = [()]
     for size in sides:
         points = [

@@ -642,7 +642,7 @@ LAYERS = (
     ),
     Mutant(
         "adjusted",
-        "jnp.where(grown, 0, good)",
+        "jnp.where(rises, 0, good)",
         "good",
         "test_precision.py::test_the_scale_falls_at_an_overflow_and_rises_after_an_interval",
     ),

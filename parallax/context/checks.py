@@ -1,4 +1,11 @@
-"""The checks of attention over split tokens."""
+"""The checks of attention over split tokens.
+
+Some trace a function and read its *program*, a jaxpr: they look for sends, or for masks that count
+tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself. `jaxprs.opened`
+drops the constants of a jaxpr; `jaxprs.called` is the inner jaxpr of a `jit` or `checkpoint`.
+
+Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,7 +60,7 @@ def check_places(
     Args:
         attend: the attention function.
         arrays: its arguments (q, k, v).
-        known: its options, with `positions`.
+        known: its options, with `positions`, those of queries and of keys.
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]
@@ -85,7 +92,7 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
 
-    `counts` holds, for each argument of the program, the ids of the counts that it depends on.
+    `counts` maps each argument of the program to the ids of the counts on which it depends.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -102,7 +109,7 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
             arguments = dict(zip(inner.invars, operands, strict=True))
             if _compares_counts(inner, arguments):
                 return True
-        # A count that is laid along another dim is another count.
+        # A new count gets the id of its equation; a count along another dim is a new one too.
         if name == "iota" or (joined and name in ("broadcast_in_dim", "reshape")):
             joined = frozenset({id(eqn)})
         counts |= dict.fromkeys(eqn.outvars, joined)
@@ -162,11 +169,13 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
     """
     jaxpr = program.jaxpr
-    # A value that varies along a mesh axis depends on the device, so it cannot be computed here.
+    # A value that varies along a mesh axis depends on the device, so it cannot be computed here. It
+    # is treated as if it depended on the arguments.
     varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
     tables, inside = [], []
     for eqn in jaxpr.eqns:
+        # An equation without arguments combines nothing with them.
         if reached.isdisjoint(eqn.outvars):
             continue
         tables += [
@@ -186,6 +195,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     of_tables = ClosedJaxpr(
         jaxpr.replace(outvars=tables, eqns=counted, effects=frozenset()), program.consts
     )
+    # The tables do not depend on the arguments, so any values will do.
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
     with jax.ensure_compile_time_eval():
         arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
@@ -199,7 +209,10 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
 
 
 def _is_causal(table: np.ndarray) -> bool:
-    """Returns whether a table [T, T, other] is constant on each side of its diagonal."""
+    """Returns whether a table [T, T, other] is constant on each side of its diagonal.
+
+    The diagonal itself may belong to either side.
+    """
 
     def is_constant(pairs):
         return bool((pairs == pairs[:1]).all())
@@ -212,6 +225,7 @@ def _equations(program: Any) -> Iterator[Any]:
     """Yields each equation of a program, and of the collectives of this library in it."""
     for eqn in jaxprs.every(program):
         yield eqn
+        # This primitive of `collectives.types` holds functions and no jaxpr, so one is traced.
         if eqn.primitive.name == "linear_collective":
             forward = jax.make_jaxpr(eqn.params["forward"])(*jaxprs.types(eqn.invars))
             yield from _equations(jaxprs.opened(forward))
@@ -224,13 +238,17 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     """
     if not eqn.primitive.name.startswith(_SENDS):
         return False
+    # Most collectives of JAX name their axes as `axis_name`, and `psum` as `axes`.
     along = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     sent_along = set(along) if isinstance(along, tuple) else {along}
     return bool(sent_along) and sent_along <= names
 
 
 def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int) -> None:
-    """Raises `ValueError` if heads, tokens or segments do not fit."""
+    """Raises `ValueError` if heads, tokens or segments of `attention` do not fit.
+
+    `chunks` is the number of chunks of a device.
+    """
     check_heads("context.attention", q, k, v)
     n, tokens = axis.size(), q.shape[1]
     if k.shape[1] != tokens:
@@ -251,7 +269,7 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
 
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
-    """Raises `ValueError` if `segments` are not a whole number for each token."""
+    """Raises `ValueError` if `segments` are not integers of this shape, [B, T], one per token."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
@@ -263,7 +281,8 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the heads of queries and keys do not fit each other.
 
-    They must fit the axes over which they are split, too.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then all keys must
+    belong to one head, or a device's queries could meet the keys of other queries.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -322,6 +341,7 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
             f"{groups})."
         )
     group = whole // groups  # the number of query heads that share a key head
+    # A device's query heads must be whole groups, or lie inside one group.
     needed = max(1, H // group)
     cuts_a_group = H % group and group % H
     if needed != G or cuts_a_group:

@@ -1,6 +1,7 @@
 """Attention over split tokens with all keys and values on every device: the simplest way.
 
-Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
+Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
+`[T_X]` is split over the axis.
 
 A device sends its keys and values n - 1 times, and needs memory for those of all devices.
 """
@@ -49,7 +50,7 @@ def gathered(
         options: dict[str, Any] = {}
         if segments is not None:
             options["segments"] = segments, whole_segments(segments, q, axis, in_order)
-        # The keys were put in the order of the sequence, so theirs are 0, 1, 2, ...
+        # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
         if n > 1:
@@ -60,8 +61,7 @@ def gathered(
 
 
 def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, Array]:
-    """Returns all three arrays, typed as varying along the axis and along the axes of each
-    other."""
+    """Returns the arrays typed as varying along `axis` and along all axes of any of them."""
     return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
 
 
@@ -83,12 +83,13 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
     The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
     sequence to the order of the devices. A device has `tokens` tokens.
     """
+    # By device and then by token: the place of each token in its sequence.
     inverse = places(tokens * n, chunk_table(order, n)).reshape(-1)
     return np.argsort(inverse), inverse
 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
-    """Returns the segments of whole sequences, in their order."""
+    """Returns the segments of whole sequences, [B, T], in the order `in_order` of the sequence."""
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)
     return jnp.take(everywhere, in_order, axis=1)

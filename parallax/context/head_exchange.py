@@ -1,6 +1,7 @@
 """Attention over split tokens by two all-to-alls: from tokens to heads, and back.
 
-Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis.
+Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
+`[T_X]` and `[H_X]` are split over the axis.
 
 A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
 """
@@ -54,6 +55,7 @@ def ulysses(
         # Copies of neighbouring key heads, so that each device gets those of its query heads.
         copies = _copies(H, G, n)
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+        # [B, T_X, H, K] -> [B, T, H_X, K], then the tokens in the order of the sequence.
         q, k, v = (
             jnp.take(axis.all_to_all(x, 2, 1, tiled=True), in_order, axis=1)
             for x in vary_alike(q, k, v, axis)
@@ -68,7 +70,10 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each key head with which their number divides by `n` devices."""
+    """Returns the fewest copies of each of G key heads with which `n` divides their number.
+
+    H / G, the query heads of a key head, is a multiple of the copies. H / G copies always do.
+    """
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:
             return copies

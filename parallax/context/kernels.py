@@ -108,10 +108,11 @@ def _forward(
     def queries(_, query_tile):
         """Returns the output and log-sum-exp of one tile of queries, over all keys."""
         (q,), q_marks = query_tile
+        # `_tiles` made the heads [G, H / G], so q is [B, t, G, H / G, K].
         rows = (B, *q.shape[2:4], q.shape[1])  # B, G, H / G, t
 
         def keys(carry, key_tile):
-            """Adds one tile of keys to (the maximum score, the sum of weights, the output)."""
+            """Returns (the maximum score, the sum of weights, the output) with one tile of keys."""
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
@@ -127,6 +128,7 @@ def _forward(
         peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
         start = peak, total, jnp.zeros((*rows, K), dtype)
         (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), key_tiles)
+        # A query that saw no key has the sum 0, and gets an output of 0.
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
         out, lse = out / divisor[..., None], peak + jnp.log(divisor)
         return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
@@ -166,7 +168,7 @@ def _backward(  # noqa: PLR0913
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Adds the terms of key tile j to (dq, all tiles of dk, all tiles of dv)."""
+            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
@@ -194,7 +196,7 @@ def _scores(q, k, q_marks: _Tile, k_marks: _Tile):
     A score is minus infinity if the query does not see the key.
     """
     scores = _product("btgrk,bsgk->bgrts", q, k) * q.shape[-1] ** -0.5
-    seen = []
+    seen = []  # masks that broadcast to [B, t, s]; a query sees a key if all are true
     if k_marks.is_token is not None:
         seen.append(k_marks.is_token[None, None, :])
     if q_marks.positions is not None:
@@ -241,13 +243,14 @@ def _tiles(
 
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
-    """Returns the marks of all tokens in tiles of `size`."""
+    """Returns the marks of all tokens in tiles of `size`; None stays None."""
+    # Each with its dim of tokens: segments are [B, T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))
 
 
 def _size(length: int, block: int) -> int:
-    """Returns the size of the fewest equal tiles of at most `block` tokens."""
+    """Returns the size of a tile, if `length` tokens form the fewest equal tiles up to `block`."""
     return -(-length // -(-length // block))
 
 

@@ -54,7 +54,7 @@ def blockwise(
         check_segments("context.blockwise", mark, x.shape[:2])
     arrays = (q, k, v, marks, positions if causal else None)
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
-    # With positions, the kernel compares them instead of counting tokens.
+    # With positions, the kernel compares positions instead of counting tokens.
     by_count = causal and positions is None
 
     def forward(q, k, v, marks, positions):
@@ -80,7 +80,7 @@ def blockwise(
 
 
 def _positions(positions: Marks | None) -> Mapping[str, Any]:
-    """Returns the option `positions` of a kernel, if it is needed.
+    """Returns the option `positions` of a kernel, or no option if there are no positions.
 
     A kernel of the user may lack this option.
     """

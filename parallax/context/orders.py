@@ -4,6 +4,8 @@ An order assigns a sequence's equal chunks to devices. Causal attention needs th
 chunk and a key chunk in which the query chunk is not before the key chunk. `block_pairs` lists
 these pairs hop by hop, the same number for each device. The attention runs this table, and the
 count of its work reads the same table.
+
+Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
 
 import itertools
@@ -94,6 +96,7 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     # hop and no conditional is needed.
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
+    # Of each two chunks of a device, one is after the other: c (c - 1) / 2 pairs of its own.
     return BlockPairs(
         c,
         np.array(local, dtype=np.int32).reshape(n, c * (c - 1) // 2, 3),
@@ -153,13 +156,16 @@ def local_tokens(
 
 
 def places(tokens: int, table: np.ndarray) -> np.ndarray:
-    """Returns the places of each device's tokens: [n, tokens of a device]."""
+    """Returns the places in the sequence of each device's tokens: [n, tokens of a device].
+
+    `table` is that of `chunk_table`; `tokens` counts those of a whole sequence.
+    """
     size = _chunk(tokens, table)
     return (table[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(table), -1)
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the number of tokens of a chunk."""
+    """Returns the number of tokens of a chunk. Raises `ValueError` if it is not whole."""
     n, c = table.shape
     if tokens % (n * c):
         above = -(-tokens // (n * c)) * n * c

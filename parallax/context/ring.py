@@ -100,11 +100,11 @@ class _Ring(NamedTuple):
     causal: bool
 
     def local_pairs(self):
-        """Returns the pairs of this device's own chunks."""
+        """Returns the pairs of this device's own chunks, [pairs, 3], without the diagonal."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
-        """Returns the pairs of hop h."""
+        """Returns this device's pairs of hop h, [pairs, 3]; hops are numbered from 1."""
         return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
 
     def send(self, tree):
@@ -129,7 +129,7 @@ def _forward(ring: _Ring, q, k, v, segments):
         """
 
         def add_pair(sums, pair):
-            """Adds the attention of one chunk of queries to one chunk of keys."""
+            """Returns the sums with the attention of one chunk of queries to one of keys."""
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
             k, v, k_segments = _chunk(keys, key_chunk)
@@ -145,7 +145,10 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Sends on the keys of hop h, which have arrived, and adds their pairs to the sums."""
+        """Sends on the keys of hop h, which have arrived, and adds their pairs to the sums.
+
+        Returns the keys of the next hop and the sums.
+        """
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
@@ -154,6 +157,7 @@ def _forward(ring: _Ring, q, k, v, segments):
     arrived = ring.send(keys) if n > 1 else keys
     sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
     sums = visit(sums, keys, ring.local_pairs())
+    # The last hop is not in the loop, since its keys need not be sent on.
     if n > 1:
         arrived, sums = ring.hops(1, n - 1, hop, (arrived, sums))
         sums = visit(sums, arrived, ring.pairs(n - 1))
@@ -171,7 +175,7 @@ def _backward(ring: _Ring, residuals, ct):
         """Returns `dq` and `sums`, the gradients of k and v, with the terms of these pairs."""
 
         def add_pair(carry, pair):
-            """Adds the terms of one chunk of queries and one chunk of keys."""
+            """Returns the gradients with the terms of one chunk of queries and one of keys."""
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
             k, v, k_segments = _chunk(keys, key_chunk)
@@ -196,21 +200,23 @@ def _backward(ring: _Ring, residuals, ct):
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
-        # The gradients follow their keys by one hop, so the first and the last hop are no part of
-        # the loop: the first has no gradients to send, the last no keys.
+        # The gradients follow their keys by one hop, so the first and the last hop are not in the
+        # loop: the first has no gradients to send, and the last has no keys to send.
         following = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
         following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
         if n > 2:
             dq, sums = visit(dq, ring.send(sums), following, ring.pairs(n - 1))
+        # The n-th send brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
 
 
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
-    """Returns a function that applies the kernel `f` to each chunk with itself, [c, B, ...].
+    """Returns a function that applies `f`, a kernel's, to arrays [c, B, ...]: a chunk with itself.
 
-    The c chunks are passed to the kernel as one larger batch.
+    These are the blocks on the diagonal, the only ones with a causal mask inside. The c chunks are
+    passed to the kernel as one larger batch.
     """
 
     def as_batch(x):

@@ -1,14 +1,15 @@
 """Sends tokens to their experts, which are split over an axis, and the results back.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
-width, C rows of a message.
+width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
+choices of an expert or device.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
-The third column is the number of numbers that a device sends in a forward pass; the backward pass
-sends as many. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the mean
+The third column counts the numbers that a device sends in a forward pass; the backward pass sends
+the same count. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the mean
 load.
 """
 
@@ -94,9 +95,13 @@ class Gathered:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """As `Dispatch`."""
+        """Returns this device's rows of the results, [T, D], and 0 dropped choices.
+
+        The arguments are those of `Dispatch`.
+        """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
+        # Experts are numbered from this device's first one on.
         number = ids.reshape(-1) - axis.index() * local_experts
         # The number `local_experts` means no expert here: `compute` skips these pairs.
         is_local = (number >= 0) & (number < local_experts)
@@ -144,7 +149,10 @@ class exchanged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """As `Dispatch`."""
+        """Returns this device's results, [T, D], and the number of its choices that found no room.
+
+        The arguments are those of `Dispatch`.
+        """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
         wanted = _wanted(ids, local_experts, n)
@@ -215,7 +223,10 @@ class ragged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """As `Dispatch`."""
+        """Returns this device's results, [T, D], and the number of its choices that found no room.
+
+        The arguments are those of `Dispatch`.
+        """
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
@@ -227,23 +238,26 @@ class ragged:
                 f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
+        # The mean is k T: each of n devices sends k T / n rows to this one. (So `parts` is 1.)
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
         wanted = _wanted(ids, local_experts, n)
         devices = jnp.arange(n, dtype=jnp.int32)
         counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)
         wanted_rows = axis.all_gather(counts[None], axis=0, tiled=True)  # [sender, receiver]
         exchange = _Exchange.of(wanted_rows, room, axis, self.move)
-        place = exchange.leaves[wanted.device] + wanted.rank
+        # The row of each choice among the rows to send, which are sorted by receiver.
+        place = exchange.input_offsets[wanted.device] + wanted.rank
 
         def in_order(values):
-            """Returns the values of all choices, sorted by the device that they are sent to."""
+            """Returns a value of all choices, sorted by the device that they are sent to."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def empty(rows):
-            # Zeros that vary along the axes of `x`, as the collective requires.
+            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs."""
             return jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
 
         arrived = exchange.to_experts(x[in_order(wanted.token)], empty(room))
+        # Rows that nobody fills go to no expert. The index times 0 lets the type vary.
         no_expert = jnp.full(room, local_experts, jnp.int32) + axis.index() * 0
         experts = exchange.to_experts(in_order(wanted.expert), no_expert)
         source = jnp.arange(room, dtype=jnp.int32)
@@ -254,7 +268,7 @@ class ragged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """k (n - 1)/n T D each way, if the load is even and nothing is dropped."""
+        """Returns k (n - 1)/n T D each way, if the load is even and nothing is dropped."""
         rows = k * tokens * (n - 1) // n
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1)
@@ -262,28 +276,30 @@ class ragged:
 
 
 class _Exchange(NamedTuple):
-    """The ragged messages of a device to and from the other devices.
+    """The ragged messages of a device to the experts' devices, and back.
+
+    The offsets and sizes, [n] each, have the names of `lax.ragged_all_to_all`.
 
     Attributes:
         move: the collective, as `ragged.move`.
         names: the names of the axis.
-        sizes: the rows that this device sends to each device.
-        leaves: the first row for each device, among the rows that this device sends.
-        arrives: the first row of this device, among the rows that each device receives.
-        back_sizes: the rows that this device receives from each device.
-        back_leaves: the first row from each device, among the rows that this device receives.
-        back_arrives: the first row for this device, among the rows that each device sends.
+        send_sizes: the rows that this device sends to each device.
+        input_offsets: the first row for each device, among the rows that this device sends.
+        output_offsets: the first row of this device, among the rows that each device receives.
+        back_send_sizes: the rows that go back to each device: those that came from it.
+        back_input_offsets: the first row from each device, among the rows that came here.
+        back_output_offsets: the first row for this device, among the rows that each device sent.
         dropped: the number of this device's choices without room.
     """
 
     move: Callable[..., Any]
     names: Any
-    sizes: Array
-    leaves: Array
-    arrives: Array
-    back_sizes: Array
-    back_leaves: Array
-    back_arrives: Array
+    send_sizes: Array
+    input_offsets: Array
+    output_offsets: Array
+    back_send_sizes: Array
+    back_input_offsets: Array
+    back_output_offsets: Array
     dropped: Array
 
     @classmethod
@@ -298,26 +314,34 @@ class _Exchange(NamedTuple):
         """
 
         def before(a, dim):
-            """Returns the sum of the earlier entries along a dim."""
+            """Returns, for each entry, the sum of the entries before it along a dim."""
             return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
 
         me = axis.index()
-        # A sender gets the room that earlier senders leave.
+        # In a receiver's column, a sender gets the room that earlier senders leave.
         granted = jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)
-        leaves, arrives = before(wanted_rows, 1), before(granted, 0)
+        # A sender's rows lie one after another as wanted, and arrive as granted: rows without room
+        # are skipped.
+        input_offsets, output_offsets = before(wanted_rows, 1), before(granted, 0)
         dropped = jnp.sum(wanted_rows[me] - granted[me], dtype=jnp.int32)
-        to_experts = granted[me], leaves[me], arrives[me]
-        from_experts = granted[:, me], arrives[:, me], leaves[:, me]
+        to_experts = granted[me], input_offsets[me], output_offsets[me]
+        # On the way back sender and receiver change roles.
+        from_experts = granted[:, me], output_offsets[:, me], input_offsets[:, me]
         return cls(move, axis.names, *to_experts, *from_experts, dropped)
 
     def to_experts(self, a: Array, empty: Array) -> Array:
-        """Sends rows to the experts' devices; `empty` has the shape of the rows that arrive."""
-        places = self.leaves, self.sizes, self.arrives, self.back_sizes
+        """Returns `empty`, [room, ...], filled with the rows `a` that are sent to this device."""
+        places = self.input_offsets, self.send_sizes, self.output_offsets, self.back_send_sizes
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
-        """Sends the results back."""
-        places = self.back_leaves, self.back_sizes, self.back_arrives, self.sizes
+        """Returns `empty`, [k T, ...], filled with the results `a` that come back to this device."""
+        places = (
+            self.back_input_offsets,
+            self.back_send_sizes,
+            self.back_output_offsets,
+            self.send_sizes,
+        )
         return self.move(a, empty, *places, axis_name=self.names)
 
 
@@ -338,10 +362,11 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns the choices of the tokens, from the numbers of their experts, [tokens, k]."""
+    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k]."""
     tokens, k = ids.shape
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
     # The rank is the place among all choices sorted by device, minus the first place of the device.
+    # `places` inverts `order`.
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
     places = (
@@ -361,7 +386,10 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns the rows of one of `parts`: `capacity` times the mean, but at most `most`."""
+    """Returns the rows of one of `parts`: `capacity` times the mean, rounded up, at most `most`.
+
+    The mean is `choices / parts`. The capacity may be infinite.
+    """
     return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)
 
 

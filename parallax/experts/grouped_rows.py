@@ -74,6 +74,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
             return results
 
         arguments = trained, others, x, source, ids, weights
+        # All their axes, each once, in a fixed order.
         axes = {name: None for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)}
         # All arguments vary along the same axes, since a loop's carry must not change its type.
         return _loops(apply, size)(*varying(arguments, tuple(axes)))
@@ -123,6 +124,7 @@ def _table(
     """
     pairs = len(ids)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    # starts[e]: the first pair of expert e among the sorted pairs; the last entry is their end.
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
     # ends[e]: the number of blocks of the experts 0 to e.
     ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)
@@ -133,7 +135,7 @@ def _table(
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
-        counts = place < starts[expert + 1]
+        counts = place < starts[expert + 1]  # false for filling rows
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
         return Block(
@@ -147,7 +149,10 @@ def _table(
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
-    """Returns the loop over blocks, with the loop of its backward pass."""
+    """Returns the loop over blocks, with the loop of its backward pass.
+
+    `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert.
+    """
 
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
     @jax.custom_vjp
@@ -163,6 +168,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
             return _add(y, block.written, results * scale)
 
+        # Both bounds must have one type, so the first is made from the second.
         return lax.fori_loop(jnp.zeros_like(count), count, body, _zeros(x)).astype(x.dtype)
 
     def forward(*arguments):
@@ -174,7 +180,10 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, sums):
-            """Adds the gradients of block j, which is computed again."""
+            """Returns the sums of the gradients of (trained, x, weights), with those of block j.
+
+            The block's results are computed again.
+            """
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])

@@ -32,5 +32,6 @@ def comms(
         dispatch: brings tokens to their experts.
         compute: runs the experts of a device.
     """
+    # mixes(mixture) is mixture(..., axis=experts, dispatch=dispatch, compute=compute).
     mixes = functools.partial(functools.partial, axis=experts, dispatch=dispatch, compute=compute)
     return inner(axis, shared=shared)._replace(wrap_experts=mixes)

@@ -39,6 +39,7 @@ class Gated(eqx.Module):
         keys = jax.random.split(key, 3)
 
         def normal(key, *shape):
+            """Returns a normal matrix divided by the root of its number of inputs."""
             scale = jnp.asarray(shape[-2] ** 0.5, dtype)
             return jax.random.normal(key, shape, dtype) / scale
 
@@ -111,6 +112,7 @@ def moe(
     routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
     tokens, weights = comms.all_tokens(x), comms.all_tokens(routing.weights.astype(x.dtype))
     ids = comms.gathered(routing.experts)
+    # Each [B, T, ...] becomes [B T, ...].
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)

@@ -126,6 +126,7 @@ def statistics(
         counted: the number of devices of that axis that counted the same `dropped`.
     """
     axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape
+    # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))

@@ -1,7 +1,8 @@
 """The part of a model that a round exchanges: all of it, some leaves, or some stacked layers.
 
-With F fragments, fragment k has its rounds k H/F steps after fragment 0, so the most bytes that one
-step moves between islands fall by about F. Source: Douillard et al., Streaming DiLoCo with
+Islands exchange their changes in a *round*, every H steps. With F fragments, fragment k has its
+rounds k*H/F steps after fragment 0. So the largest number of bytes that one step moves between
+islands falls by a factor of about F. Source: Douillard et al., Streaming DiLoCo with
 overlapping communication (arXiv 2501.18512).
 """
 
@@ -57,7 +58,7 @@ ALL_AT_ONCE = Stream(whole_model)
 
 
 def _joined(model: PyTree, part: PyTree) -> PyTree:
-    """Returns the leaves of `part`, and those of `model` where it has none."""
+    """Returns the leaves of `part`, and the leaves of `model` where `part` has None."""
     return eqx.combine(part, model)
 
 
@@ -72,6 +73,7 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
         globs = (globs,) if isinstance(globs, str) else globs
 
         def leaf_of(path, leaf):
+            """Returns the leaf if it is in the fragment, else None."""
             matches = any(rules.matches_glob(glob, trees.dotted(path)) for glob in globs)
             return leaf if matches else None
 
@@ -121,6 +123,8 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
     """Returns the fragment of the layers from `start` to before `stop`."""
 
     def get(model):
+        """Returns the layers of the model's blocks, and None for all other leaves."""
+        # All leaves are None here, and `tree_at` must replace those of the blocks.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
         return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
 
@@ -145,14 +149,14 @@ def checked_fragments(
 ) -> tuple[Fragment, ...]:
     """Returns the fragments of `model`, after a check that each element is in exactly one.
 
-    The leaves of `model` are arrays or shapes.
+    The leaves of `model` are arrays or shapes. `specs` are the specs of the leaves.
 
     Raises:
         ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim
             that is split.
     """
     fragments = stream.fragments(model)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # by path, the elements that the fragments have together
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
     for fragment in fragments:

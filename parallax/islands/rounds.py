@@ -111,8 +111,8 @@ def local(
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
-            # The rounds of fragment k come H k / F steps after those of fragment 0.
-            # Fragments are due at different steps, so that the traffic is spread over the H steps.
+            # The rounds of fragment k come H k / F steps after those of fragment 0, so that the
+            # traffic is spread over the H steps.
             first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
             is_due = _is_due(inner.step, first, every)
@@ -144,7 +144,16 @@ def _inner(state: Any) -> Any:
 
 
 class _Round(eqx.Module):
-    """A round of fragment `k`: the exchange, and the outer optimizer's step with its result."""
+    """A round of fragment `k`: the exchange, and the outer optimizer's step with its result.
+
+    Attributes:
+        part: the fragment.
+        k: its number: the index into `optimizer`, `error` and `sent` of the state.
+        update: the outer optimizer's `update`.
+        axis: the axis of the islands, or `ErrorFeedback`.
+        mixing: the weight of an island's own weights, as in `Stream`.
+        present: whether each island takes part; None if all do.
+    """
 
     part: Fragment
     k: int
@@ -168,6 +177,7 @@ class _Round(eqx.Module):
         def stored(state):
             return state.sent[self.k], state.error[self.k]
 
+        # An exact exchange has no error: None must count as a leaf.
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
@@ -178,14 +188,14 @@ class _Round(eqx.Module):
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Returns the mean change of the present islands, and the rounding error of int8."""
+        """Returns the mean change of the present islands, and this island's new rounding error."""
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
         present = everyone if self.present is None else jnp.asarray(self.present)
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
-            """Returns W - w_i, or zeros if this island is absent."""
+            """Returns W - w_i of a leaf, or zeros if this island is absent."""
             # The difference of two near numbers would lose most of the bits of a bfloat16.
             kind = accumulation_dtype(outer.dtype)
             change = outer.astype(kind) - local.astype(kind)
@@ -218,7 +228,7 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns both states after the outer optimizer's step.
+        """Returns both states after the outer optimizer's step with the change that was `sent`.
 
         Each present island takes the new outer weights. If no island was present, nothing changes.
         """
@@ -226,6 +236,7 @@ class _Round(eqx.Module):
         def if_any_present(new, old):
             return jnp.where(sent.some, new.astype(old.dtype), old)
 
+        # `sent.present` is [islands] split over the islands: one number here.
         def if_present(new, old):
             return jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)
 
@@ -254,7 +265,7 @@ def _mixed(new: Array, old: Array, mixing: float) -> Array:
 
 
 def _with(items: tuple, k: int, item: Any) -> tuple:
-    """Returns the tuple with another item k."""
+    """Returns the tuple with `item` as its item k."""
     return (*items[:k], item, *items[k + 1 :])
 
 
@@ -275,7 +286,6 @@ def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -
 
     def changed(arrays):
         """Returns the arrays after `change`, with their types from before."""
-        # Both branches of a conditional must have the same types.
         new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)
 
@@ -297,7 +307,7 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         return x[0]
 
     arrays, static = eqx.partition(inner, trees.is_array)
-    # The step's number is one number for all islands.
+    # The step's number has no dim of islands: it is left out here and put back below.
     stacked = eqx.tree_at(_step_of, arrays, None)
     local_arrays = jax.tree.map_with_path(without_island_dim, stacked)
     local_arrays = eqx.tree_at(_step_of, local_arrays, arrays.step, is_leaf=_is_none)
@@ -331,7 +341,7 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
     """
 
     def hidden(x):
-        """Returns `x` typed as if it were the same on all islands."""
+        """Returns `x` without the islands' axis in its type, as if all islands had the same."""
         axes = tuple(set(names) & set(varying_axes(x)))
         return replicated(x, axes) if axes else x
 
@@ -356,10 +366,10 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         inner, info = eqx.combine(results, static_results[-1])
+        # The number of the step decides whether a round is due. All devices must decide alike, so
+        # its type must not vary: it is put back after the cast of all other arrays.
         number: Int[Array, ""] = inner.step
         inner, info = _map_arrays(lambda x: varying(x, names), (inner, info))
-        # The number of the step decides whether a round is due. All devices must decide alike, so
-        # its type must not vary.
         return eqx.tree_at(_step_of, inner, number), info
 
     return run

@@ -41,8 +41,8 @@ class State(eqx.Module):
             which is one number for all.
         model: the outer weights: the trained leaves after the last round; None for other leaves.
         optimizer: the state of the outer optimizer, for each fragment.
-        error: the rounding error of int8 for each fragment, [islands, ...]; None where the exchange
-            is exact.
+        error: the rounding error of int8 for each fragment, [islands, ...]; None if the exchange is
+            exact.
         sent: the result of an exchange that waits for its use, for each fragment; None without a
             delay.
     """
@@ -115,9 +115,9 @@ def state_init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """Returns the state of islands before it is made, from one island's state or its shapes.
+    """Returns a `StateInit` of the state of islands, from the state of one island or its shapes.
 
-    Its `init` takes the state of one island.
+    The arguments are those of `init`. Nothing is computed until its `init` is called.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
@@ -144,7 +144,7 @@ def state_init(
             tuple(sent),
         )
 
-    # Placed by the compiled function itself, so no device ever holds the blocks of all islands.
+    # The compiled function makes each block on its device, so no device holds those of all islands.
     placed = _specs(specs, outer, parts, weights, names, mesh, (has_feedback, waits))
     shardings = trees.shardings(placed, mesh)
     begin = jax.jit(make, out_shardings=shardings)
@@ -180,10 +180,11 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: whether the state has rounding errors, and whether it has sent changes.
+        has: two bools: whether the state has rounding errors, and whether it has sent changes.
     """
     by_path = trees.by_path(specs.model)
 
+    # A fragment has only some of the model's leaves, so specs are found by path.
     def spec_of(tree):
         return jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
 
