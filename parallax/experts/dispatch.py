@@ -335,7 +335,7 @@ class _Exchange(NamedTuple):
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
-        """Returns `empty`, [k T, ...], filled with the results `a` that come back to this device."""
+        """Returns `empty`, [k T, ...], filled with the results `a` that come back here."""
         places = (
             self.back_input_offsets,
             self.back_send_sizes,
