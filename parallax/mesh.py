@@ -167,6 +167,7 @@ def spmd(
         static_out = []
 
         def body(*arrays):
+            """Returns the arrays of the result of `f`; its other leaves go to `static_out`."""
             result, static = eqx.partition(f(*eqx.combine(arrays, static_in)), is_array)
             static_out.append(static)
             return result

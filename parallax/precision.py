@@ -75,6 +75,7 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
     """
 
     def scaled_loss(value):
+        """Returns the loss times the scale, in float32 or wider."""
         # In float16 a loss times 2^15 would overflow.
         dtype = accumulation_dtype(value.dtype)
         return value.astype(dtype) * scale.astype(dtype)
@@ -96,6 +97,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     """
 
     def divided(leaf):
+        """Returns a leaf divided by the scale, in float32 or wider."""
         # In float16 a small gradient divided by a scale of 2^15 would become 0.
         dtype = accumulation_dtype(leaf.dtype)
         return leaf.astype(dtype) / scale.astype(dtype)

@@ -221,7 +221,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         """Returns this device's slices of the sum, scattered over the first part first."""
 
         def leaf(x):
-            """Returns the slices of one array."""
+            """Returns this device's slices of one array: each group scatters what is left of it."""
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
                 # The dim of all devices becomes one dim for each group. The scatter along a group
@@ -238,7 +238,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         """Returns all devices' blocks, gathered over the last part first."""
 
         def leaf(x):
-            """Returns the joined blocks of one array."""
+            """Returns the joined blocks of one array: each group of axes gathers along `axis`."""
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.

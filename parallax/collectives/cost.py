@@ -68,6 +68,7 @@ def priced(
     """
 
     def with_rounds(function: Function) -> Function:
+        """Returns the function itself, with its rounds and its name in messages."""
         function.rounds = rounds  # pyright: ignore[reportFunctionMemberAccess]
         function.__qualname__ = name or function.__qualname__
         function.__name__ = function.__qualname__.rpartition(".")[2]

@@ -231,6 +231,7 @@ class ErrorFeedback:
         """
 
         def leaf(x):
+            """Returns zeros [1, *dims] for one leaf."""
             x = jnp.asarray(x)
             zeros = jnp.zeros((1, *x.shape), _wide(x.dtype))
             return varying(zeros, (*varying_axes(x), *axes(self.axis_name)))
@@ -242,6 +243,7 @@ class ErrorFeedback:
         axis_name = self.axis_name
 
         def leaf(x, error):
+            """Returns the sum of one leaf, and `[1, *dims]` of new errors."""
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
             return replicated(total, axis_name).astype(x.dtype), error[None]
 
@@ -263,6 +265,7 @@ class ErrorFeedback:
             """Returns this device's slice of the sum, and `[1, *dims]` of new errors."""
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
+            # `_with` adds the error of the call before. The parts of the devices are [n, ...].
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)

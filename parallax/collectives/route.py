@@ -68,6 +68,7 @@ class Route:
     rounds: Sequence[Mapping[Any, Sequence[Any]]]
 
     def __post_init__(self):
+        """Turns plain numbers into points, and checks the table."""
         rounds = []
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}

@@ -255,6 +255,7 @@ def auto(
 
     def all_reduce(x, axis_name):
         """Returns the sum over devices of each leaf, by the fastest function for its bytes."""
+        # The race on these axes, in any order; None if there was none.
         choice = choices.get(tuple(sorted(axes(axis_name))))
         if choice is None:
             return lax.psum(x, axis_name)

@@ -53,6 +53,7 @@ def blockwise(
     for mark, x in zip(marks or (), (q, k), strict=False):
         check_segments("context.blockwise", mark, x.shape[:2])
     arrays = (q, k, v, marks, positions if causal else None)
+    # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
     # With positions, the kernel compares positions instead of counting tokens.
     by_count = causal and positions is None

@@ -79,6 +79,7 @@ def attention(
     if kernel is not TILED and axis.size() * table.chunks > 1:
         check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
+    # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = (*axes(axis.names), *sum(map(varying_axes, arrays), ()))
     ring = _Ring(axis, table, kernel, causal)
 
@@ -223,6 +224,7 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
         return x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):
+        """Returns the results of `f`, [c, B, ...] each; the segments are those of all chunks."""
         segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
         results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
         return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)

@@ -155,6 +155,8 @@ class exchanged:
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
+        # For each choice: its token, the expert's device, the expert's number there, and its rank
+        # among the choices that want this device.
         wanted = _wanted(ids, local_experts, n)
         # The place of each choice among the n * room rows that are sent. A choice without room gets
         # a place out of range, which `mode="drop"` ignores.
@@ -240,6 +242,8 @@ class ragged:
         n, (tokens, k) = axis.size(), ids.shape
         # The mean is k T: each of n devices sends k T / n rows to this one. (So `parts` is 1.)
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
+        # For each choice: its token, the expert's device, the expert's number there, and its rank
+        # among the choices that want this device.
         wanted = _wanted(ids, local_experts, n)
         devices = jnp.arange(n, dtype=jnp.int32)
         counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)

@@ -69,6 +69,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
         others, static = eqx.partition(untrained, eqx.is_array)
 
         def apply(trained, others, rows):
+            """Returns the results of one expert, from its trained and its other arrays."""
             results = expert(eqx.combine(trained, others, static), rows)
             _check_results(results, rows)
             return results
@@ -163,6 +164,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
         def body(j, y):
             """Returns `y` with the weighted results of block j."""
+            # For each row of the block: `read` and `written` are its row in x and y, and `pair` is
+            # its pair. In rows that only fill up the block, the last two are out of range.
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)

@@ -36,6 +36,7 @@ class Gated(eqx.Module):
     def __init__(
         self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray
     ):
+        """Draws the matrices of all experts: [experts, width, hidden], and `down` the other way."""
         keys = jax.random.split(key, 3)
 
         def normal(key, *shape):

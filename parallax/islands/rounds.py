@@ -162,16 +162,16 @@ class _Round(eqx.Module):
     mixing: float
     present: Bool[Array, " islands"] | None
 
-    # `at_once`, `start` and `finish` take and return `(inner, state)`: the state of this island,
-    # and the state of all islands.
-
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Exchanges the fragment and uses the result."""
+        """Returns `states` after an exchange of the fragment and the use of its result.
+
+        `states` are `(inner, state)`: the state of this island, and the state of all islands.
+        """
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Exchanges the fragment and stores the result for `finish`."""
+        """Returns `states`, as in `at_once`, after an exchange whose result waits for `finish`."""
         inner, state = states
 
         def stored(state):
@@ -181,7 +181,7 @@ class _Round(eqx.Module):
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Uses the result that `start` stored."""
+        """Returns `states`, as in `at_once`, after the use of the result that `start` stored."""
         inner, state = states
         sent = state.sent[self.k]
         assert sent is not None  # since a stream with a delay has such a result in its state
@@ -201,6 +201,7 @@ class _Round(eqx.Module):
             change = outer.astype(kind) - local.astype(kind)
             return jnp.where(is_present, change, jnp.zeros((), kind))
 
+        # Of both models, only the leaves of this round's fragment: `part.get` returns them.
         local_weights = self.part.get(_trained(inner.model, state.model))
         delta = jax.tree.map(changed, self.part.get(state.model), local_weights)
         total, error = self._total(delta, state.error[self.k], is_present)

@@ -136,6 +136,7 @@ def state_init(
         weights_of = [part.get(weights) for part in parts]
         error = [_zeros(part, islands) if has_feedback else None for part in weights_of]
         sent = [_nothing_sent(part, islands) if waits else None for part in weights_of]
+        # The step's number has no dim of islands.
         return State(
             eqx.tree_at(_step, stacked, arrays.step),
             weights,
@@ -255,6 +256,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
+        """Returns the shapes of an exchange; only `present` has a dim of islands."""
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
