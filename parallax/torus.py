@@ -118,10 +118,11 @@ def hops(
     For an axis of one device it is 1. The arguments are those of `coordinates`.
     """
     here = coordinates(box, rings, cores, sizes)
+    # Links between two places of each dim. The last coordinate, the core, crosses none.
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
     means = []
     for axis, size in enumerate(sizes):
-        there = np.roll(here, -1, axis)
+        there = np.roll(here, -1, axis)  # of the next device of the ring
         links = sum(metric[here[..., dim], there[..., dim]] for dim, metric in enumerate(metrics))
         means.append(float(np.mean(links)) if size > 1 else 1.0)
     return means

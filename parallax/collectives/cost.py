@@ -167,6 +167,7 @@ def rounds(
             f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass "
             "itemsize=..."
         )
+    # A sorted tuple can be a key of the cache. The name of an axis does not change the rounds.
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
 

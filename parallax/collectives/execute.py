@@ -339,7 +339,7 @@ def empty_like(
 
 
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Stops XLA from recomputing `x`, so that the local copy equals the one that was sent.
+    """Returns `x`, which XLA cannot recompute: the local copy equals the one that was sent.
 
     XLA may compute a value once for the message and again inside the operation that uses it
     locally, with a product and a sum fused into one rounding. Then the last bit differs, and
@@ -350,7 +350,7 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Stops XLA from joining the blocks of `x` inside the operation that uses them.
+    """Returns `x`, whose blocks XLA cannot join inside the operation that uses them.
 
     Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
     blocks depends on the device, so replicas would drift apart.

@@ -202,12 +202,13 @@ def messages(
     return rounds
 
 
+# The transpose of an all-reduce.
 def _unchanged(cotangent):
     return cotangent
 
 
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
-    """Returns the drop-in for `lax.psum` that computes each leaf by `total(x, axis_name)`.
+    """Returns `lax.psum` of the tree `x`, computed leaf by leaf by `total(leaf, axis_name)`.
 
     `total` must give the sum of a varying array with the same bits on every device. The transpose
     is free: the result is the same everywhere, so its cotangent is too.

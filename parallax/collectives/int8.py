@@ -73,9 +73,10 @@ LARGEST = 127
 def _from_a_block_on(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
-    """Returns the function for `cost.priced`: the rounds of `sent`, or of `exact` for short arrays.
+    """Returns the function of rounds that `cost.priced` takes.
 
-    Arrays shorter than a block are sent by the function `exact`.
+    It gives the rounds that `sent` computes, or those of the collective `exact`, which sends arrays
+    shorter than a block.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):

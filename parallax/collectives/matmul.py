@@ -191,7 +191,10 @@ def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
 
 
 def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
-    """Returns the gradients of `x` and of the weight, from one gather of the cotangent."""
+    """Returns the gradients of `x`, [*batch, *F], and of the weight, [*F, D].
+
+    One gather of the cotangent, whose dim `dim` is split over the devices, gives both.
+    """
     x, weight = residuals
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 

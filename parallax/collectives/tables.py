@@ -1,6 +1,8 @@
 """The tables of the collectives, each a maker of a few lines and an algorithm.
 
-`ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it.
+`ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it. A table
+is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that belong to
+the devices `offsets` places further on go to the device `step` places further on.
 
 The table below is for n devices. A *message* is the data that a device sends to another at once.
 

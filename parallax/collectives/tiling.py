@@ -56,6 +56,7 @@ def all_gather_array(x, dim: int, routes, axis_name):
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
+    # `x` is one block already, so only its parts must divide.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]

@@ -140,6 +140,7 @@ def check_kernel(
         causal: whether the attention is causal.
     """
     chunk, width = q.shape[1] // chunks, q.shape[-1]
+    # All chunks of a sequence, up to a bound, so that distances beyond one chunk show too.
     tokens = chunk * max(1, min(chunks * devices, MOST_TOKENS // chunk))
     # Dims of tokens are recognised by their size, so it must differ from the head width.
     tokens *= 2 if tokens == width else 1

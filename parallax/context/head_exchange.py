@@ -70,9 +70,10 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each of G key heads with which `n` divides their number.
+    """Returns the fewest copies of each key head for which `copies * G` divides by `n` devices.
 
-    H / G, the query heads of a key head, is a multiple of the copies. H / G copies always do.
+    The copies must divide H / G, the query heads of a key head, so that each device gets the keys
+    of its query heads. H / G copies always fit, since H divides by n.
     """
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:

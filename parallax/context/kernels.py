@@ -171,6 +171,7 @@ def _backward(  # noqa: PLR0913
             """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
+            # `errors` are the gradients of the scores.
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
             errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
             dk = _product("bgrts,btgrk->bsgk", errors, q)
@@ -219,8 +220,8 @@ def _tiles(
 ):
     """Returns queries and keys in tiles of equal size, at most `block`, each with its marks.
 
-    Arrays and marks have a first dim of tiles; zeros fill up the last tile. The queries' dim of
-    heads becomes [G, H / G].
+    `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. Arrays and marks get a first
+    dim of tiles; zeros fill up the last tile. The queries' dim of heads becomes [G, H / G].
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:

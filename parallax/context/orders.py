@@ -23,7 +23,9 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Gives device i the chunks i and 2n - 1 - i of 2n, so that all devices have equal work.
+    """Returns the chunks of each device: i and 2n - 1 - i, of 2n chunks, on device i.
+
+    All devices have equal work: an early chunk sees few keys, and a late one sees many.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -31,7 +33,10 @@ def zigzag(n: int) -> list[list[int]]:
 
 
 def contiguous(n: int) -> list[list[int]]:
-    """Gives device i chunk i of n. Causal attention then computes twice what it needs."""
+    """Returns the chunks of each device: chunk i, of n chunks, on device i.
+
+    Causal attention then computes twice as many scores as it needs.
+    """
     return [[i] for i in range(n)]
 
 

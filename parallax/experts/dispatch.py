@@ -111,7 +111,7 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns (n - 1) T D each way."""
+        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token."""
         rows = (n - 1) * tokens
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize
@@ -186,7 +186,10 @@ class exchanged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns (n - 1) C D each way; with a capacity of 1, k (n - 1)/n T D."""
+        """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row.
+
+        With a capacity of 1, the numbers are k (n - 1)/n T D.
+        """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         return BytesSent(rows * width * itemsize, rows * width * itemsize, rows * 4)
 
@@ -253,7 +256,7 @@ class ragged:
         place = exchange.input_offsets[wanted.device] + wanted.rank
 
         def in_order(values):
-            """Returns a value of all choices, sorted by the device that they are sent to."""
+            """Returns `values`, one for each choice, sorted by the device that the choice wants."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def empty(rows):
@@ -272,7 +275,10 @@ class ragged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns k (n - 1)/n T D each way, if the load is even and nothing is dropped."""
+        """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
+
+        The ids are an int32 for each row, and the n counts that each device gathers.
+        """
         rows = k * tokens * (n - 1) // n
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1)

@@ -33,7 +33,10 @@ class ExpertCompute(Protocol):
         weights: Float[Array, " pairs"],
         /,
     ) -> Float[Array, "rows width"]:
-        """Pair r sends row `source[r]` to expert `ids[r]`, and to no expert if that is E."""
+        """Returns each row's sum of weight times result, [N, D].
+
+        Pair r sends row `source[r]` to expert `ids[r]`. The number E means no expert.
+        """
         ...
 
 

@@ -163,15 +163,15 @@ class _Round(eqx.Module):
     present: Bool[Array, " islands"] | None
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `states` after an exchange of the fragment and the use of its result.
-
-        `states` are `(inner, state)`: the state of this island, and the state of all islands.
-        """
+        """Returns `(inner, state)`, of this island and of all, after an exchange and its use."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `states`, as in `at_once`, after an exchange whose result waits for `finish`."""
+        """Returns `(inner, state)`, of this island and of all, after an exchange.
+
+        Its result waits in `state` for `finish`.
+        """
         inner, state = states
 
         def stored(state):
@@ -181,7 +181,7 @@ class _Round(eqx.Module):
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `states`, as in `at_once`, after the use of the result that `start` stored."""
+        """Returns `(inner, state)`, of this island and of all, after the use of a stored result."""
         inner, state = states
         sent = state.sent[self.k]
         assert sent is not None  # since a stream with a delay has such a result in its state
@@ -229,7 +229,7 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns both states after the outer optimizer's step with the change that was `sent`.
+        """Returns `(inner, state)` after the outer optimizer's step with the change `sent`.
 
         Each present island takes the new outer weights. If no island was present, nothing changes.
         """
@@ -391,7 +391,10 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 
 
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if a train step has a value that varies along the islands' axis."""
+    """Raises `ValueError` if a train step has a value that varies along the islands' axis.
+
+    Its arguments do not, so an operation of the step works along that axis.
+    """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(
