@@ -11,13 +11,13 @@ ZeRO-1 moves the bytes of data parallelism, 2 (n - 1)/n of the parameters' bytes
 reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
 microbatch (again in the backward pass) and scatters once.
 
-A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of a leaf is split: the
-one whose entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and
-is all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
-those that its spec names, summed over the others, and left alone along those that split the
-parameter itself (experts); a mean divides by the size of all of them.
+A tree of specs, as `rules.specs` makes with `rules.fsdp`, gives the dim of each leaf that is split:
+its entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and is
+all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
+the axes that its spec names, and summed over the others, except those that split the parameter
+itself (experts); a mean divides by the size of all axes.
 
-`ZeRO` makes all of these, which must agree, from a stage, an axis and the model's rule.
+`ZeRO` makes these functions, which must agree, from a stage, an axis and the model's rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -55,17 +55,17 @@ def reduce_scattered(
     *,
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
-    """Returns the mean of `grad` over the devices of `axis`, of which each keeps its share:
-    `A[I] {U_X} -> A[I_X]`.
+    """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
+    keeps its share: `A[I] {U_X} -> A[I_X]`.
 
-    (n - 1)/n of the parameters' bytes move, half of what `grads.averaged` moves. Leaves that stay
-    whole are all-reduced, as is the loss. Gradients that `reduce_scatter` has split inside `grad`
-    already are divided only.
+    (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
+    whole are all-reduced, and so is the loss. Gradients that `reduce_scatter` has already scattered
+    inside `grad` are only divided.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
-        specs: of the shares, a tree like the parameters, as
+        specs: the specs of the shares, a tree like the parameters, as
             `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
         aux: as in `grads.averaged`.
 
@@ -78,12 +78,18 @@ def reduce_scattered(
         return total / axis.size()
 
     def scatter(value, gradients, params, names):
+        """Scatters the gradients; `names` has for each leaf the axes over which it is to be summed.
+
+        Returns the value, the shares, and for each leaf the axes that are still to be summed over.
+        """
+
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
-            # A gradient of another shape was scattered inside `grad`, once in each microbatch
-            # (ZeRO-2).
+            """Returns this device's share of one gradient, in float32 or wider."""
+            # A gradient of another shape than the parameter was already scattered inside `grad`,
+            # once in each microbatch (ZeRO-2).
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
@@ -92,11 +98,11 @@ def reduce_scattered(
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
-        # The first reduce-scatter waits for all gradients: devices that begin at different leaves
-        # would wait for each other in another order.
+        # The first reduce-scatter waits for all gradients. Otherwise devices on a CPU could begin
+        # with different leaves, and wait for each other forever.
         value, gradients = sequence_after((value, gradients), (value, gradients))
-        # Along an axis that splits the parameter itself, such as that of experts, the gradient is
-        # no sum of terms, so `names` lacks it.
+        # `names` lacks an axis that splits the parameter itself, such as that of experts: along it
+        # the gradient is not a sum of terms.
         splits = jax.tree.map_with_path(splits_of_leaf, gradients, names)
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
@@ -109,12 +115,12 @@ def reduce_scattered(
 
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
-    """Returns the sums of `gradients` over `axis`, of which each device keeps its share; leaves
-    that stay whole are left local.
+    """Returns this device's shares of the sums of `gradients` over `axis`; leaves that stay whole
+    are not summed.
 
-    It is the half of `reduce_scattered` that goes into `pipeline.value_and_grad(scatter=...)`, with
-    `reduce_scattered` round it. `axis` is that of the shares alone: an axis along which a parameter
-    is split itself, such as that of experts, is not one of them.
+    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap that in `reduce_scattered`, which
+    completes the mean. `axis` has only the axes of the shares, not an axis that splits a parameter
+    itself, such as that of experts.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -129,19 +135,19 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for any
-    that acts element by element.
+    """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for an
+    optimizer that acts element by element.
 
     Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
-    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes. Local
-    gradients of full shape it first averages and scatters itself, and of gradients averaged already
-    it takes its share. Its `init`, inside the map, gives the share of the state; outside, where
-    arrays are global, the whole, to be placed by `rules.optimizer_specs(optimizer, params, specs)`.
+    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes move. It
+    averages and scatters local gradients of full shape itself, and takes its share of gradients
+    that are already averaged. Inside the map, its `init` returns the device's share of the state.
+    Outside, where arrays are global, it returns the whole state, which
+    `rules.optimizer_specs(optimizer, params, specs)` places.
 
-    Arguments are those of `reduce_scattered`. An optimizer that looks at more than one element at a
-    time would see the shares alone, and is refused: wrap it in `optimizers.whole` or
-    `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`, which know shares from
-    wholes.
+    Arguments are those of `reduce_scattered`. An optimizer that combines elements would see only
+    the elements of a share, and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix`
+    instead. Clip in `step.make` or `grads.clipped`, which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -152,17 +158,20 @@ def sharded(
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
     def splits(path, weight):
+        # Not over an axis along which the parameter itself is a shard, such as that of experts.
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
     def share(path, weight):
         return shards.take(weight, splits(path, weight))
 
     def gradient_share(path, gradient, weight):
-        # It is a share already, as `reduce_scattered` leaves it.
+        """Returns this device's share of the mean of one gradient."""
+        # Another shape than the parameter's: already a share, from `reduce_scattered`.
         if gradient.shape != weight.shape:
             return gradient
+        # The axes along which the devices have one parameter and different gradients.
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
-        # It is whole, and averaged already: no device needs to send anything.
+        # It is whole and already averaged: no device needs to send anything.
         if not local:
             return share(path, gradient)
         return _mean_share(gradient, weight, splits(path, weight), axis, local)
@@ -171,8 +180,8 @@ def sharded(
         return shards.gather(update, splits(path, weight))
 
     def init(params):
-        # Outside a map the arrays are global: `rules.optimizer_specs` splits what is made whole
-        # here.
+        """Returns the state of this device's shares, or, outside a map, of the whole leaves."""
+        # Outside a map the arrays are global: `rules.optimizer_specs` splits the whole state.
         weights = eqx.filter(params, trees.is_inexact)
         return optimizer.init(
             jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights
@@ -192,20 +201,20 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of gradients that are local along the axes
-    `local`."""
-    # The gradient is a sum of terms along the axes in `local` alone; along the others it is the
-    # same, and a share is cut from it.
+    """Returns this device's share of the mean of a gradient, which differs between devices along
+    the axes `local`. `splits` are those of the share."""
+    # Only along the axes in `local` do the devices have different terms to sum. Along the others
+    # the gradient is the same, and a share is cut from it.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
     gradient = shards.reduce_scatter(gradient.astype(accumulation_dtype(gradient.dtype)), scattered)
     summed = axis.over(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
-    # What was not scattered is the same on all devices of its axis.
+    # Along the other splits all devices have the same, so each takes its share.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # Along axes that split the parameter itself, such as that of experts, its gradient is a sum
-    # already.
+    # The mean is also over the axes that split the parameter itself, such as that of experts: along
+    # those the gradient is already a sum.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -214,24 +223,24 @@ def gathered(
     axis: AxisLike,
     specs: Specs,
 ) -> Callable[..., Any]:
-    """Returns `function(params, ...)` of parameters that live as shares: gathered before it, their
-    gradients scattered after it. ZeRO-3.
+    """Returns `function(params, ...)` for parameters that are stored as shares: it gathers them
+    before the function, and scatters their gradients after it. ZeRO-3.
 
     `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
-    reduce-scattered sum. Round a block that a loop runs, it gathers layer by layer; with
-    `remat.gathers` or another of `remat` round it, again in the backward pass, so that no gathered
-    layer is kept:
+    reduce-scattered sum. If it wraps a block that a loop runs, it gathers one layer at a time. Wrap
+    it in `remat.gathers`, or in another policy of `remat`, to gather again in the backward pass.
+    Then no gathered layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
     Args:
         function: a loss function, or a block; its first argument is the tree of parameters.
-        specs: of the shares, a tree like that argument.
+        specs: the specs of the shares, a tree like that argument.
         axis: the axis that splits the batch.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis: then what is
-            gathered is not one block.
+        ValueError: a dim is split over `axis` and, inside that, over another axis: the gathered
+            blocks would not be neighbours in the leaf.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -247,26 +256,27 @@ def gathered_once(
     axis: AxisLike,
     specs: Specs,
 ) -> Grad:
-    """Returns `grad` of parameters that live as shares: gathered once before it, their gradients
-    summed and scattered after it.
+    """Returns `grad` for parameters that are stored as shares: it gathers them once before `grad`,
+    and sums and scatters their gradients after it.
 
-    For what is needed in all microbatches and too small to be gathered in each, such as embeddings
-    beside `gathered` blocks. Leaves whose spec is None or does not name `axis` pass as they are.
-    Wrap it in `grads.averaged`.
+    It is for parameters that all microbatches need and that are too small to be gathered in each,
+    such as embeddings beside `gathered` blocks. Leaves whose spec is None or does not name `axis`
+    are passed unchanged. Wrap it in `grads.averaged`.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
-        # Whole leaves need not wait for the gathers: only what was gathered goes through the
-        # barrier.
+        """Returns `(value, gradients)`, with the gradients of split leaves as shares."""
+
+        # Whole leaves need not wait for the gathers: only gathered leaves go through the barrier.
         def only_split(path, x):
             return x if splits_of(path, by_path, axis) else None
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
         results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
-        # The reduce-scatters begin once all of `grad` is done, so that all devices send in one
+        # The reduce-scatters wait for all results of `grad`, so that all devices send in the same
         # order.
         value, gradients = sequence_after(results, results)
         return value, reduce_scatter(gradients, axis, specs)
@@ -275,14 +285,14 @@ def gathered_once(
 
 
 class PartSpecs(NamedTuple):
-    """The specs that the parts of a model need whose parameters live as shares.
+    """Specs for the parts of a model whose parameters are stored as shares.
 
     Attributes:
-        ends: of what is needed in all microbatches, with None for the blocks: for `gathered_once`,
-            or `gathered` round the loss.
-        stage: of the blocks as a stage of a pipeline sees them, [layers, ...]; without a pipeline,
-            as the model has them.
-        layer: of one layer: for `gathered` round the block that a loop runs.
+        ends: the specs of all parameters but the blocks, which have None: for `gathered_once`, or
+            for `gathered` around the loss.
+        stage: the specs of the blocks as a stage of a pipeline sees them, [layers, ...]; without a
+            pipeline, as the model has them.
+        layer: the specs of one layer: for `gathered` around the block that a loop runs.
     """
 
     ends: Specs
@@ -301,20 +311,23 @@ def part_specs(
     blocks are stacked.
 
     Args:
-        specs: of the model, as `rules.specs` gives them.
+        specs: the specs of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
         blocks: picks the blocks.
-        loops: how many first dims of the blocks' arrays are looped over: 1, the layers, or 2, the
-            chunks and layers of a pipeline.
+        loops: the number of first dims of the blocks' arrays that are looped over: 1, the layers,
+            or 2, the chunks and layers of a pipeline.
 
     Raises:
-        ValueError: a dim that is looped over is split over `axis`: each device would run some of
-            the layers.
+        ValueError: a dim that is looped over is split over `axis`: each device would run only some
+            of the layers.
     """
     names = set(axes_of(Axis.of(axis)))
 
     def without(count):
+        """Returns the specs of the blocks without their first `count` dims."""
+
         def inner(path, spec):
+            """Returns the spec of one leaf without its first `count` dims, which must be whole."""
             split = [
                 dim
                 for dim, entry in enumerate(spec[:count])
@@ -336,19 +349,21 @@ def part_specs(
 
 
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
-    """Returns the whole leaves of these shares; the transpose is a reduce-scatter."""
-    # `splits_of` would find no split over an axis that is not there, and leave all shares as
-    # wholes.
-    axis.size()  # refuses an axis that is not there
+    """Gathers the leaves of these shares over `axis`; the transpose is a reduce-scatter."""
+    # It raises for an axis that the mesh lacks. Otherwise `splits_of` would find no split over the
+    # axis, and the shares would count as whole leaves.
+    axis.size()
 
     def gather_dim(x, split):
+        """Returns `x` gathered along one dim; its cotangent is reduce-scattered."""
+
         def gather(x):
             return split.axis.all_gather(x, axis=split.dim, tiled=True)
 
         def scatter(cotangent):
             return shards.reduce_scatter(cotangent, [split]).astype(cotangent.dtype)
 
-        # By this name `remat.gathers` knows the result, and gathers it again in the backward pass.
+        # `remat.gathers` finds the result by this name, and gathers again in the backward pass.
         return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
     def whole(path, x):
@@ -376,16 +391,16 @@ class ZeRO:
     Args:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
-        inside: the rule of the model without ZeRO, such as `tensor.rule(model)` and P() for what
-            that does not know.
-        model: its arrays or their shapes, all of them whole.
+        inside: the rule of the model without ZeRO, such as `tensor.rule(model)`, with P() for the
+            leaves that it does not know.
+        model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
         min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: where the optimizer's state lives, for `step.init`: the rule of the shares.
-        specs: of the shares, a tree like the model, for the functions of this module.
+        optimizer_rule: the rule of the shares, which splits the optimizer's state; for `step.init`.
+        specs: the specs of the shares, a tree like the model, for the functions of this module.
 
     Raises:
         ValueError: there is no such stage, or no such axis in the mesh; or as `rules.specs` does.
@@ -418,7 +433,7 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
-        # The dataclass is frozen, so that all its parts stay those of one stage and one rule.
+        # The dataclass is frozen, so that its parts always agree; this is the way to set a field.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
@@ -426,13 +441,13 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """Where the parameters live, for `step.init`: in stage 3 as shares, otherwise as `inside`
-        says."""
+        """The rule of the parameters, for `step.init`: in stage 3 that of the shares, otherwise
+        `inside`."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` of the parameters as they live: in stage 3 gathered before it, otherwise
-        as they are."""
+        """Returns `loss` for the parameters as they are stored: in stage 3 it gathers them first,
+        and otherwise it is unchanged."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -440,11 +455,11 @@ class ZeRO:
         )
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
-        """Returns the mean of `grad` over microbatches and over the devices of the axis, of which
-        each keeps its share.
+        """Returns a gradient function for the mean of `grad` over microbatches and over the devices
+        of the axis; each device keeps its share.
 
-        In stage 2 each microbatch's gradients are scattered before they are added up, in stage 1
-        their sum is.
+        Stage 2 scatters the gradients of each microbatch before it adds them up, and stage 1
+        scatters their sum.
         """
 
         def scattered_grad(params, batch):
@@ -461,12 +476,12 @@ class ZeRO:
     def optimizer(
         self, optimizer: optax.GradientTransformation | optax.MultiSteps
     ) -> optax.GradientTransformation | optax.MultiSteps:
-        """Returns `optimizer` on the shares; in stage 3 they are all that it sees, so it stays as
-        it is."""
+        """Returns `optimizer` for the shares. In stage 3 it is unchanged, since parameters and
+        gradients are shares already."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Returns `function(params, ...)`, which refuses parameters that do not live as `rule`
+        """Returns `function(params, ...)`, which refuses parameters that are not split as `rule`
         says."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
@@ -476,6 +491,7 @@ class ZeRO:
         }
 
         def check(path, shape):
+            """Refuses a leaf whose shape on this device is not that of its spec."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
@@ -491,8 +507,8 @@ class ZeRO:
                 )
 
         def wrapped(params, *arguments):
-            # A wrong rule gives shapes that often still fit each other, and would train another
-            # model.
+            # With a wrong rule the shapes often still fit each other, and the step would train
+            # another model.
             for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):
                 check(trees.dotted(path), leaf.shape)
             return function(params, *arguments)

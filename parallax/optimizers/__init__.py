@@ -1,8 +1,7 @@
-"""Optimizers on shards: whether one is right there, and wrappers for those that look at more than
-one element.
+"""Optimizers on shards: a check that one acts element by element, and wrappers for those that do
+not.
 
-The wrappers are imported when they are first needed: a step that asks whether its optimizer is
-right does not bring them along.
+The wrappers are imported at their first use, since the check in each step does not need them.
 """
 
 from importlib import import_module
@@ -15,6 +14,7 @@ __all__ = ["by_matrix", "on_shards", "whole"]
 
 
 def __getattr__(name: str) -> Any:
+    """Imports the wrappers when one of them is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'parallax.optimizers' has no attribute {name!r}")
     return getattr(import_module("parallax.optimizers.wrappers"), name)

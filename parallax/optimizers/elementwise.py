@@ -1,12 +1,16 @@
 """Whether an optimizer acts element by element, so that its update of a shard is the shard of its
 update.
 
-`checked` decides it once for each set of shapes that a step is made for. It traces the update on
-leaves whose split dims have an unknown size, and follows the program
-(`parallax.optimizers.programs`). An update, or a new state, is refused that is not computed element
-by element from its own leaf, and so is a program that depends on the size: a rate scaled by a dim
-of the shape, or a choice by a leaf's size that falls between a shard's and the whole leaf's. What
-is allowed is a list, since a list of what is forbidden would have holes.
+`checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
+have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
+or a new state that is not computed element by element from its own leaf. It also refuses a program
+that depends on the size, such as a rate scaled by a dim, or a choice by a leaf's size whose limit
+lies between the sizes of a shard and of the whole leaf. The allowed operations are a list, since a
+list of forbidden ones could miss some.
+
+A leaf is a parameter, numbered by its place in the tree. Its owner's number goes with each array of
+the optimizer's state; a moment is a state array of the shape of its leaf's gradient. A share is a
+device's part of a gradient or a parameter.
 """
 
 import functools
@@ -37,8 +41,8 @@ class UnfitOptimizer(ValueError):
 def with_extra(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer`, whose `update` takes extra arguments, and drops them where it has no use
-    for them."""
+    """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
+    optimizer does not use."""
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)
@@ -48,28 +52,29 @@ def with_extra(
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update`, which refuses leaves whose shards it would not update as parts of whole
-    leaves.
+    """Returns `update` with a check that its update of each shard is the shard of the update of the
+    whole leaf.
 
     Args:
-        update: that of an optimizer.
-        specs: of the parameters, by path. Where a leaf is split over an axis that its spec does not
-            name, any of its dims may be the one that is split.
-        at: the function that asks, for messages.
+        update: the update of an optimizer.
+        specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
+            does not name, any of its dims may be the one that is split.
+        at: the name of the caller, for messages.
         gathered: axes along which a leaf may differ although the optimizer sees it whole.
 
     Returns:
-        `(gradients, state, params, **extra) -> (updates, state)`, where a parameter may have no
-        gradient. It raises `UnfitOptimizer`.
+        `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
+        It raises `UnfitOptimizer` if the check fails.
     """
     # A step is traced several times for the same shapes, such as by `lower` and by `eval_shape`;
-    # its optimizer is judged once.
+    # its optimizer is checked once. These are the types of the arguments that have passed.
     decided = set()
 
     def axes(x):
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
+        """Checks the optimizer on arguments of these types, and returns its update."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The types say along which axes an array differs, so the key has all that the answer
@@ -85,8 +90,8 @@ def checked(
         except UnfitOptimizer:
             raise
         except (TypeError, ValueError) as error:
-            # What failed may be told better by the shapes of the leaves than by optax, which knows
-            # no shards. If it cannot, the error passes.
+            # Optax knows nothing of shards. If shards or a missing gradient are the cause,
+            # `explain` raises a better error; otherwise the error passes.
             one.explain(params, error)
             raise
 
@@ -97,10 +102,10 @@ class _Leaf(NamedTuple):
     """A leaf that is updated.
 
     Attributes:
-        path: in the tree of parameters.
-        gradient: its gradient.
-        weight: the parameter, which is whole where ZeRO-1 splits the gradient alone.
-        split: the axes of more than one device along which one of them differs.
+        path: the path in the tree of parameters.
+        gradient: the gradient.
+        weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
+        split: the axes of more than one device along which the gradient or the parameter differs.
         whole: the shape of the whole parameter.
         is_open: whether the specs leave open which dim is split; `whole` is then too large.
     """
@@ -124,7 +129,11 @@ class _Leaf(NamedTuple):
 
 
 class _Update:
-    """An update and its arguments, as a device has them."""
+    """An update and its arguments on one device, for the check.
+
+    `axes` gives the axes along which an array is split. `leaves` are the parameters that have a
+    gradient, and `owners` has the leaf's number, or None, for each array of the state.
+    """
 
     def __init__(
         self,
@@ -143,17 +152,18 @@ class _Update:
     def leaf(
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
-        """Returns a leaf with what the specs say of it."""
+        """Returns a leaf with its split axes and its whole shape, from the type and the specs."""
         axes, ndim = self.axes(weight), np.ndim(weight)
+        # A spec may have fewer entries than the array has dims.
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
-        # Any dim may be the one that an axis splits which the spec does not name.
+        # An axis that the spec does not name may split any dim, so each dim counts as split by it.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
             for size, names in zip(np.shape(weight), by_dim, strict=True)
         )
-        # A vector has one dim to split, so nothing is left open.
+        # A vector has only one dim, so it is known which one is split.
         split, is_open = axes | self.axes(gradient), ndim > 1 and bool(unnamed)
         return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
 
@@ -161,7 +171,8 @@ class _Update:
         """Refuses an update that is not right on these shards."""
         if not any(leaf.split for leaf in self.leaves):
             return
-        # A leaf that is whole mixes nothing by being summed.
+        # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
+        # the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
         of_weights = [
             number if leaf.is_shard else WHOLE
@@ -171,16 +182,16 @@ class _Update:
         arguments = self.of_any_size()
         try:
             program = jax.make_jaxpr(self.update)(*arguments)
-        # Of whatever type: what fails on an unknown size may work on a known one.
+        # Any exception: an operation that fails on an unknown size may work on a known one.
         except Exception as error:
-            # If it fails on the shard's own shapes too, that error is raised, which is of another
-            # kind.
+            # If the update fails on the shard's own shapes too, that error is raised instead: it is
+            # not about sizes.
             jax.eval_shape(self.update, *self.arguments)
             self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
         all_shards = all(leaf.is_shard for leaf in self.leaves)
-        # The parameters are whole and the gradients are shares, and the optimizer is not one that
-        # gathers its updates. JAX would broadcast some of these shapes without a word.
+        # If the parameters are whole and the gradients shares, the optimizer must gather its
+        # updates. Without this check JAX would silently broadcast some of these shapes.
         if not all_shards and _shapes(updates) != _shapes(arguments[2]):
             raise TypeError("the updates have other shapes than the parameters")
         # The program's arguments come in this order: gradients, state, parameters.
@@ -188,26 +199,28 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments, with an unknown size, from a shard's to the whole leaf's, for each
-        dim where these differ."""
+        """Returns the arguments with a symbolic size for each split dim, from the size on a shard
+        to that of the whole leaf."""
+        # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
             for leaf in self.leaves
             for x in (leaf.gradient, leaf.weight)
             for pair in zip(np.shape(x), leaf.whole, strict=True)
         }
-        # Dims of equal sizes before and after share a symbol, so that JAX can add leaves of equal
+        # Dims with the same pair of sizes share a symbol, so that JAX can add leaves of equal
         # shapes.
         ranges = sorted((least, most) for least, most in pairs if least != most)
         names = [f"d{i}" for i in range(len(ranges))]
-        # With the bounds JAX can decide a comparison with a size that lies outside them, such as of
-        # a mask that leaves small leaves out.
+        # With bounds, JAX can decide comparisons with a number outside them, such as in a mask that
+        # leaves small leaves out.
         bounds = [f"{name} >= {least}" for name, (least, _) in zip(names, ranges, strict=True)]
         bounds += [f"{name} <= {most}" for name, (_, most) in zip(names, ranges, strict=True)]
         sizes = export.symbolic_shape(",".join(names), constraints=bounds)
         unknown = dict(zip(ranges, sizes, strict=True))
 
         def resized(x, whole):
+            """Returns `x`, or its type with symbolic sizes if a dim is split."""
             pairs = zip(np.shape(x), whole, strict=True)
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
@@ -229,9 +242,9 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the facts about an array of the optimizer's state, which belongs to the leaf
-        `owner`, if to any."""
-        # A count, or a factor, is the same number for all elements.
+        """Returns the sources of an array of the optimizer's state, which belongs to the leaf
+        number `owner`, or to none."""
+        # A single number, such as a step count, may be combined with all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         if owner is not None and self.leaves[owner].split:
@@ -243,19 +256,21 @@ class _Update:
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses if one of the results, the updates and then the state, is not that of its leaf's
-        shard."""
+        """Refuses the optimizer if a result is not computed element by element from its own leaf.
+
+        `results` are the sources of the updates and then of the arrays of the new state.
+        """
         count = len(self.leaves)
         # A new state may have more arrays than the old one; they belong to no leaf.
         owners = [*range(count), *self.owners, *[None] * len(results)]
         for i, (value, owner) in enumerate(zip(results, owners, strict=False)):
             if value.mixes:
                 self.refuse(value.mixes, owner)
-            # A wrapper such as `optimizers.whole` has already looked at the leaves that this was
-            # made from.
+            # A wrapper such as `optimizers.whole` has already checked the leaves of this result.
             if RIGHT in value.leaves:
                 continue
             sources = value.leaves - {WHOLE}
+            # All sources must be split as the result's own leaf; a result without one takes any.
             first = min(sources, default=WHOLE) if owner is None else owner
             for source in sorted(sources - {first}):
                 if not self.split_alike(source, first):
@@ -268,17 +283,17 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether two leaves are split along the same dim: over one axis, with equal
-        shapes, in the one way there is."""
+        """Returns whether two leaves are surely split along the same dim: over one common axis,
+        with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # Two leaves of equal shapes may be split along different dims where specs do not tell
-        # which.
+        # If the specs leave open which dim is split, leaves of equal shapes may differ in it.
         is_open = any(leaf.is_open for leaf in self.leaves)
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
-        """Refuses the optimizer, with the leaf `owner`, or the first that is split."""
+        """Raises `UnfitOptimizer` with the reason `why`; it names the leaf `owner` if that is
+        split, else the first leaf that is."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -291,17 +306,17 @@ class _Update:
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Refuses leaves or shapes that do not fit each other, with which the update failed. Other
-        errors pass."""
+        """Raises `UnfitOptimizer` if an update failed with `error` because of missing leaves or of
+        the shapes of shards; otherwise returns, and the caller raises `error` itself."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         moments = [(paths[owner], x) for owner, x in of_leaves if owner is not None]
-        # A leaf may be frozen for one of the two alone.
+        # A leaf may be frozen in only one of the two: the gradients or the optimizer's state.
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
         with_state = {path for path, _ in moments}
         if with_state and with_state != set(with_gradient):
             raise UnfitOptimizer(self.other_leaves(params, with_state)) from error
-        # An error of the optimizer's own is not ours to explain.
+        # Other errors are the optimizer's own.
         if not _is_about_shapes(error):
             return
         for leaf in self.leaves:
@@ -331,7 +346,7 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the refusal of gradients of other leaves than those that the optimizer has state
+        """Returns the message for gradients whose leaves are not those that the optimizer has state
         for."""
         with_gradient = {leaf.path for leaf in self.leaves}
         path = min(with_state ^ with_gradient, key=trees.dotted)
@@ -360,8 +375,8 @@ def _shapes(tree: PyTree) -> list[Any]:
 
 
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
-    """Returns for each array of an optimizer's state the number of the leaf that it belongs to, if
-    to any."""
+    """Returns, for each array of an optimizer's state, the index in `paths` of the parameter that
+    it belongs to, or None."""
     return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
@@ -375,8 +390,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Returns whether JAX or optax raised this about shapes, or about a state with other leaves,
-    and none of our functions."""
+    """Returns whether an error is one that JAX or optax raises about shapes, or about a state with
+    other leaves."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

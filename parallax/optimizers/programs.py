@@ -1,8 +1,9 @@
-"""An optimizer's update as a program: from which leaves each value is computed, and whether element
-by element.
+"""An optimizer's update as a program: the leaves that each value is computed from, and whether this
+is done element by element.
 
-The program is traced on leaves whose split dims have an unknown size, JAX's symbolic dimensions. So
-what holds for it holds for the shards and for the whole leaves alike.
+The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
+a fact about it is true of the shards and of the whole leaves alike. Leaves are parameters, named by
+number; a value that "mixes" uses several elements at a time, and so would be wrong on shards.
 """
 
 import dataclasses
@@ -23,30 +24,32 @@ from parallax.collectives.types import axes_of_type, linear
 from parallax.grads.axes import axes_of_several_devices
 from parallax.grads.results import matching_parameters
 
-# Among the numbers of leaves: an array that no axis splits, and a result marked as right on shards.
+# They stand among the numbers of leaves: WHOLE for an array that no axis splits, and RIGHT for a
+# result that a wrapper marked as right on shards. The two strings name the marks in the program.
 WHOLE, RIGHT = -1, -2
 RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns the `update` of an optimizer, whose results count as right on shards, whatever
-    computes them.
+    """Returns the `update` of an optimizer with its results marked as right on shards, so that
+    `checked` accepts them.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
             those that have a gradient.
-        at: the function that made it, for the message; "" where it does not need the parameters.
+        at: the function that made it, for the message; "" if it does not need the parameters.
     """
 
     def wrapped(gradients, state, params=None, **extra):
+        """Returns the marked updates and state; on unknown sizes, marked arrays of their types."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes tell shares from wholes. "
                 "Pass params."
             )
         weights = None if params is None else matching_parameters(gradients, params)
-        # `checked` traces it on unknown sizes, of which `update` knows nothing. Only the types and
-        # the mark of this answer matter: it is never computed.
+        # `checked` traces this function on unknown sizes, on which `update` would fail. Only the
+        # types and the marks of the results matter there: nothing is computed.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -59,12 +62,12 @@ def _marked(x: Any) -> Any:
     """Returns `x`, marked as right on shards."""
     if not isinstance(x, jax.Array):
         return x
-    # A primitive with a name survives in the program, where a Python object would not.
+    # The mark is the name of an equation, since only equations are kept in a traced program.
     return linear(x, forward=lambda x: x, backward=lambda ct: ct, name=RIGHT_ON_SHARDS)
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns an array of the type of `like`, marked as right on shards if `x` is."""
+    """Returns an array of the type of `like`, marked as right on shards if `x` does not mix."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -76,12 +79,12 @@ def has_unknown_sizes(tree: PyTree) -> bool:
 
 
 class Value(NamedTuple):
-    """What is known of a value in an optimizer's program.
+    """The sources of a value in an optimizer's program.
 
     Attributes:
         leaves: the numbers of the leaves that it is computed from, `WHOLE` and `RIGHT` among them.
-            Without any, it is one number, or an array of equal ones, the same on all devices.
-        mixes: why it is not computed element by element; empty where it is.
+            If empty, it is one number, or an array of equal ones, the same on all devices.
+        mixes: why it is not computed element by element; empty if it is.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -93,12 +96,12 @@ class Value(NamedTuple):
 
 
 def of_leaf(number: int) -> Value:
-    """Returns a value that is, element for element, that of a leaf."""
+    """Returns the sources of a value that is computed element by element from one leaf."""
     return Value(frozenset([number]))
 
 
 def same_everywhere(aval: Any) -> Value:
-    """Returns an array of this type that is the same on all devices."""
+    """Returns the sources of an array of this type that is the same on all devices."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
@@ -108,24 +111,28 @@ def split_over(aval: Any) -> frozenset[str]:
 
 
 class _Elements(jaxprs.Following):
-    """Follows from which leaves each value is computed, and whether element by element."""
+    """Follows the sources of each value through a program, equation by equation."""
 
     unknown = Value()
 
     def constant(self, aval: Any, value: Any) -> Value:
+        """Returns the sources of an array that the update uses by closure."""
         if split_over(aval):
             return Value(mixes="it uses a value from outside that differs between devices")
         return same_everywhere(aval)
 
     def results(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        # The trips of a loop may take elements of different places, so no loop is opened.
+        """Returns the sources of an equation's results from those of its operands."""
+        # A loop may combine elements of different places over its iterations, so it counts as one
+        # operation that is not elementwise.
         if eqn.primitive.name in ("scan", "while"):
             return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
         return super().results(eqn, operands)
 
     def branches(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Returns the sources of the results of a `cond`, from all its branches."""
         choice, *arguments = operands
-        # Each device would choose by its own elements.
+        # A predicate of a leaf's elements: each device would choose by those of its own shard.
         if choice.mixes or choice.leaves - {WHOLE}:
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
@@ -136,9 +143,9 @@ class _Elements(jaxprs.Following):
         ]
 
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
+        """Returns the sources of the result, of type `aval`, of an equation without branches."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
-        # `RIGHT` stays through what is computed element by element of it, up to the results of the
-        # program.
+        # `RIGHT` is kept by elementwise operations, up to the results of the program.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         if name in jaxprs.ELEMENTWISE:
@@ -151,12 +158,12 @@ class _Elements(jaxprs.Following):
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
     def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
-        """Returns why an equation that is not elementwise is not right on shards; empty where all
-        that it takes is whole."""
+        """Returns the reason why an equation that is not elementwise is wrong on shards. Returns an
+        empty string if all its inputs are whole."""
         if operands.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
-        # All operands are the same on every device. Three things can still make the result depend
-        # on the shard: its size, the device's place, and a constant inside a loop.
+        # All operands are the same on every device. The result can still depend on the shard: by
+        # its size, by the device's index, or by a constant inside a loop.
         given, returned = jaxprs.types(eqn.invars), jaxprs.types(eqn.outvars)
         if _knows_size([*given, *returned, *eqn.params.values()]):
             return f"{_operation(eqn)} depends on the shard's size"
@@ -170,9 +177,9 @@ class _Elements(jaxprs.Following):
 
 
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
-    """Returns the value of a result of the type `aval` that an equation computes element by
-    element."""
-    # What `zero.sharded` returns is whole on every device, as the parameters are.
+    """Returns the sources of a result of type `aval` that an equation computes element by element
+    from `value`. A shard and a whole array must not be combined, since their elements differ."""
+    # The updates of `zero.sharded` are whole on every device, as the parameters are: they may be.
     both_whole = RIGHT in value.leaves and not split_over(aval)
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value
@@ -181,7 +188,7 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
 
 
 def _operation(eqn: JaxprEqn) -> str:
-    """Returns an equation, for messages: `sort at rules.py:12`."""
+    """Returns the name and the line of an equation for messages, such as `sort at rules.py:12`."""
     return f"{eqn.primitive.name} at {jaxprs.origin(eqn) or 'an unknown line'}"
 
 
@@ -192,14 +199,13 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
-    """Returns whether an unknown size is part of `x`: of a shape, or of what a function takes from
-    where it was made."""
+    """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
+    function closes over. `seen` are the ids of the objects around `x`."""
     match x:
-        # A function may close over itself.
+        # A function may close over itself: do not look into it twice.
         case _ if id(x) in seen:
             parts = ()
-        # JAX hands a callback's Python function through the program, and what it closes over with
-        # it.
+        # A program holds the Python function of a callback, with the values that it closes over.
         case FunctionType():
             parts = [cell.cell_contents for cell in x.__closure__ or ()]
             parts += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
@@ -209,7 +215,7 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
             parts = x
         case _ if trees.is_array(x) or isinstance(x, ShapedArray):
             parts = getattr(x, "shape", ())
-        case _ if dataclasses.is_dataclass(x):  # as JAX's record of a callback
+        case _ if dataclasses.is_dataclass(x):  # such as JAX's record of a callback
             parts = [getattr(x, field.name) for field in dataclasses.fields(x)]
         case _:
             return export.is_symbolic_dim(x)
@@ -217,5 +223,5 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
 
 
 def follow(program: Any, values: Sequence[Value]) -> list[Value]:
-    """Returns the values of a program's results, from those of its arguments."""
+    """Returns the sources of a program's results, from those of its arguments."""
     return _Elements().run(program, values)

@@ -1,21 +1,22 @@
 """Optimizers that look at more than one element at a time, made right on shards.
 
-An update of a shard is the shard of the update only where an optimizer acts element by element, and
-`step.make` refuses others (`parallax.optimizers.elementwise`). Two wrappers gather the leaves that
-such an optimizer needs, and return each device its own share of the update:
+An update of a shard is the shard of the update only if the optimizer acts element by element, and
+`step.make` refuses others (`parallax.optimizers.elementwise`). Two wrappers bring each leaf to its
+*owners*, the devices that update it, and return each device its own *share* of the update:
 
-    whole      every device has all leaves whole, and updates all of them
-    by_matrix  every device has the whole matrices of some layers, and updates those
+    whole      every device owns all leaves, and updates all of them
+    by_matrix  every device owns the whole matrices of some layers, and updates those
 
-Bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. By matrix,
-the update moves as well:
+The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. The bytes
+that an update of a leaf of S bytes moves on each link, with n devices of `axis`, are these (by
+matrix, the update itself moves too):
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-By matrix, a leaf that is split along its layers is where it is updated already, and only ZeRO-1
-moves its update.
+By matrix, a leaf that is split along its layers is already on its owners, and only ZeRO-1 moves its
+update.
 """
 
 import functools
@@ -46,27 +47,28 @@ from parallax.optimizers.programs import (
 from parallax.rules import GatheredOptState
 from parallax.shards import Split
 
+# From a leaf's path and number of dims to the number of its first dims that are layers.
 Leads = Callable[[str, int], int]
 
 
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on whole leaves: gathered over `axis`, updated by every device, of which
-    each keeps its own share.
+    """Returns `optimizer` on whole leaves: every device gathers them over `axis`, updates them, and
+    keeps its own share.
 
-    Right for any optimizer, with any state, which is whole on each device. Gradients and parameters
-    may both be shares (tensor parallelism, ZeRO-3), or gradients alone (from
-    `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its saving).
+    It is right for any optimizer; the state is whole on each device. Gradients and parameters may
+    both be shares (tensor parallelism, ZeRO-3), or only the gradients (from
+    `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its saving of memory).
 
     Args:
-        optimizer: any.
-        axis: all axes over which a leaf is split that the optimizer looks at.
-        specs: of the shares, a tree like the parameters.
+        optimizer: any optimizer.
+        axis: all axes over which the optimizer's leaves are split.
+        specs: the specs of the shares, a tree like the parameters.
 
     Raises:
         ValueError: the leaves are split over other axes too, and the optimizer does not act element
-            by element; or, when its state is made, the mesh has no such axis.
+            by element; or, in `init`, the mesh has no such axis.
     """
 
     def no_layers(path, ndim):
@@ -82,36 +84,37 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on one layer's leaves at a time, each layer on one device of `axis`, with
-    its state.
+    """Returns `optimizer` on the leaves of one layer at a time, each layer and its state on one
+    device of `axis`.
 
-    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i takes layers i L/n to
-    (i + 1) L/n - 1 whole, by one all-to-all, and gives back their updates by another. The optimizer
-    sees leaves of [I, J], one layer of all stacked leaves together, so that one which takes
-    matrices, such as `optax.contrib.muon`, sees matrices. What is not stacked is updated by every
-    device, as in `whole`.
+    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i receives layers i L/n
+    to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
+    sees leaves of [I, J], one layer of all stacked leaves together, so that an optimizer for
+    matrices, such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are
+    not stacked, as in `whole`.
 
     Args:
-        optimizer: one that updates each leaf by itself. To use another for some leaves, put
-            `optax.partition` round both.
-        axis: the axes over which leaves are split that the optimizer looks at.
-        specs: of the shares, a tree like the parameters.
-        layers: for globs of paths, how many leading dims are layers; the first that matches counts.
-            By default a leaf of three dims is [L, I, J]; stacked vectors, [L, I], need
-            `layers={"blocks.**": 1}`, and so does a leaf of more dims.
+        optimizer: an optimizer that updates each leaf by itself. To use another for some leaves,
+            wrap both in `optax.partition`.
+        axis: all axes over which the optimizer's leaves are split.
+        specs: the specs of the shares, a tree like the parameters.
+        layers: for globs of paths, the number of leading dims that are layers; the first glob that
+            matches counts. By default a leaf of three dims is [L, I, J]; stacked vectors, [L, I],
+            need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims
             of a convolution or of heads might be taken for layers; the layers on a device do not
             divide by the devices; a dim of layers but the last is split over `axis`; the optimizer
-            joins several leaves, as clipping by the global norm does; or those of `whole`.
+            combines several leaves, as clipping by the global norm does; or as for `whole`.
     """
 
     def leading(path, ndim):
+        """Returns the number of first dims that are layers; 0 for a leaf that is not stacked."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
-        # A wrong guess would train a matrix of another shape without a word.
+        # A wrong guess would silently train matrices of another shape.
         if not counts and ndim > 3:
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
@@ -128,7 +131,7 @@ def on_shards(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer`, declared right on shards: `step.make` does not check its update.
 
-    It is for an optimizer that joins the shards itself, with collectives of its own.
+    It is for an optimizer that combines the shards itself, with collectives of its own.
     """
     optimizer = with_extra(optimizer)
     update = right_on_shards(optimizer.update)
@@ -136,14 +139,14 @@ def on_shards(
 
 
 class _Way(NamedTuple):
-    """How a leaf comes to its owner.
+    """The splits by which a leaf goes to its owners.
 
     Attributes:
-        name: of the leaf.
-        lead: how many of its first dims are layers.
-        splits: the dims that `axis` splits.
-        inner: the split of the layers over the axes that split no dim. Owners share the layers
-            over the axes of `splits`, and inside that over these.
+        name: the dotted path of the leaf.
+        lead: the number of its first dims that are layers.
+        splits: the dims that `axis` splits, each with its axes.
+        inner: the split of the layers over those axes that split no dim, or nothing. The owners
+            divide the layers over the axes of `splits`, and then over these.
     """
 
     name: str
@@ -155,9 +158,13 @@ class _Way(NamedTuple):
 def _on_owners(
     optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on the owners of leaves; `leads` and `apart` are those of `_Owners`."""
+    """Returns `optimizer` with leaves that move to their owners, and updates that move back.
+
+    `leads` gives the number of a leaf's first dims that are layers. With `apart`, the layers of a
+    leaf have different owners, so the optimizer must not combine leaves.
+    """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
-    # `update` checks the optimizer on the leaves that it sees, which are whole along `axis`.
+    # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
     checked_update = right_on_shards(owners.update, at="optimizers")
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 
@@ -166,10 +173,11 @@ class _Owners(NamedTuple):
     """An optimizer on leaves that are brought to the devices which own them.
 
     Attributes:
-        optimizer: sees the leaves of some layers, whole.
-        axis: over which they are brought together.
-        specs: of the shares, by path.
-        leads: from a leaf's path and the number of its dims to how many of the first are layers.
+        optimizer: the optimizer, which sees the whole leaves of some layers.
+        axis: the axes over which the leaves are gathered.
+        specs: the specs of the shares, by path.
+        leads: from a leaf's path and number of dims to the number of its first dims that are
+            layers.
         apart: whether each layer is updated by one device.
     """
 
@@ -180,18 +188,19 @@ class _Owners(NamedTuple):
     apart: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
-        """Returns how the leaf at `path` comes to its owner."""
+        """Returns the splits by which the leaf at `path` goes to its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
-        # Layers are dealt out over these axes too, or all their devices would compute the same
-        # updates.
+        # The layers are divided over the axes that split no dim too: otherwise all devices along
+        # those would compute the same updates.
         others = tuple(axis_name for axis_name in axes_of(self.axis) if axis_name not in done)
         inner_split = [Split(lead - 1, self.axis.over(others))] if others else []
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the leaves that the optimizer sees together: those with the same layers."""
+        """Returns the groups of leaves with the same layers, which the optimizer sees together: the
+        sizes of their dims of layers, and their paths."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             layers = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -199,7 +208,8 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups."""
+        """Returns the state of all groups: inside a map for the layers of this device, outside for
+        all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # `rules.optimizer_specs` checks the axes of a state that is made outside a map.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
@@ -212,14 +222,16 @@ class _Owners(NamedTuple):
             _mapped(self.optimizer.init, len(layers))(_only(params, paths))
             for layers, paths in by_layers
         ]
-        # Static, so that `rules.optimizer_specs` can find the specs of a group's leaves by their
-        # paths.
+        # Static fields: `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
         leads = tuple(len(layers) for layers, _ in by_layers)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
-        """Returns each device's share of the updates, and the new state."""
+        """Returns this device's share of the updates, and the new state.
+
+        `updates` are gradients, whole or shares, and `weights` the parameters that have one.
+        """
         ways = jax.tree.map_with_path(self.way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
@@ -241,21 +253,25 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns the splits along which `x` is a share: as `weight`, or along all, as gradients of
-    ZeRO-1 whose `weight` is whole."""
+    """Returns those of the splits along which `x` is a share: the splits of `weight`, or all of
+    them for a gradient of ZeRO-1, whose `weight` is whole."""
+    # Another shape than the weight's: a gradient that was scattered.
     if x.shape != weight.shape:
         return splits
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns `x`, a share or whole, where it is updated."""
+    """Returns the layers of `x` that this device owns, with whole matrices: a leaf without layers
+    is gathered. `x` is a gradient or a parameter, a share or whole."""
     splits = _splits_here(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits)
-    layers = way.lead - 1
+    layers = way.lead - 1  # the last dim of layers, which is divided among the owners
     _check_divides(x.shape, way)
     for split in way.splits:
+        # Along these axes `x` is whole: the owner takes its layers. A share along a matrix dim is
+        # exchanged for layers, and a share along the layers is on its owner already.
         if split not in splits:
             x = shards.take(x, [Split(layers, split.axis)])
         elif split.dim > layers:
@@ -264,13 +280,14 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns the way back: the update of `weight`, as that lies here."""
+    """Returns the update of `weight` split as `weight` is on this device, from the update `x` of
+    the layers that the device owns: the reverse of `_to_owner`."""
     splits = _splits_here(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits)
     layers = way.lead - 1
     x = shards.gather(x, way.inner)
-    # The way there in reverse: the split that was made last is undone first.
+    # In reverse: the split that was made last is undone first.
     for split in reversed(way.splits):
         if split not in splits:
             x = shards.gather(x, [Split(layers, split.axis)])
@@ -280,6 +297,7 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _mapped(f: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """Returns `f` under this many `jax.vmap`s, one for each dim of layers."""
     for _ in range(times):
         f = jax.vmap(f)
     return f
@@ -291,12 +309,13 @@ def _only(tree: PyTree, paths: list[Any]) -> PyTree:
 
 
 def _first(tree: PyTree, lead: int) -> PyTree:
-    """Returns the shapes of one layer."""
+    """Returns the shapes of one layer of each array, whose first `lead` dims are layers."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuses a split of a dim of layers that is not the last of them."""
+    """Refuses a split of a dim of layers that is not the last one: only that one is divided among
+    the owners."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -308,8 +327,9 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
-    """Refuses layers that cannot be dealt out evenly."""
+    """Refuses layers that do not divide by the owners. `shape` is that of the leaf on a device."""
     layers = way.lead - 1
+    # A split of the layers themselves has already divided them.
     inside = [split for split in way.splits if split.dim > layers]
     owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
     if shape[layers] % owners:
@@ -321,8 +341,8 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuses an optimizer whose update of one leaf depends on another. `weights` and `state` are
-    shapes."""
+    """Refuses an optimizer that draws random numbers, or whose update of one leaf depends on
+    another. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     owners = owners_of_state(state, paths)
     program = jax.make_jaxpr(update)(weights, state, weights)
@@ -334,7 +354,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "ones in every layer. Use optimizers.whole, which draws them for whole leaves, as "
             "one device does."
         )
-    # Gradient and parameter of a leaf count as one source, and so does its state.
+    # The gradient, the parameter and the state of a leaf count as one source.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])

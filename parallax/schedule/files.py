@@ -1,10 +1,13 @@
 """A schedule as a CSV file: one row per tick, one column per stage, and each job by its place in
 the model: `5F3` is F of microbatch 3 at place 5.
 
-`5B3` is both gradients of that microbatch at place 5; where they are separate, `5I3` is the input's
-and `5W3` the weights'. In lockstep a stage may have several jobs in a tick: `1F4 1B2`. Files of
-`torch.distributed.pipelining` can be read too: one row per rank and one cell per job, without a
-header.
+`5B3` is both gradients of that microbatch at place 5. If they are separate jobs, `5I3` is the
+input's gradient and `5W3` the weights'. In lockstep a stage may have several jobs in a tick:
+`1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row per rank and one cell
+per job, without a header.
+
+A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
+chunk's place.
 """
 
 import csv
@@ -23,7 +26,7 @@ from parallax.schedule.table import CannotRun, Schedule
 
 LANES_OF = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}
 JOB = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
-# Torch's files also have the messages, which are here where the schedule needs them.
+# Torch's files also list messages, which are skipped: a `Schedule` derives its own.
 MOVES = re.compile(r"[0-9]*(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3;3B1)OVERLAP_F_B`
 
@@ -34,6 +37,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     letters = "FB" if schedule.weight is None else "FIW"
 
     def cell(tick, stage):
+        """Returns the jobs of one stage in one tick, such as `1F4 1B2`."""
         jobs = []
         for letter, table in zip(letters, schedule.lanes.values(), strict=True):
             microbatch, chunk = divmod(int(table[tick, stage]), schedule.chunks)
@@ -74,11 +78,12 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def _columns(stages: int) -> list[str]:
+    """Returns the header of a file in the form of `to_csv`."""
     return ["tick", *(f"stage {s}" for s in range(stages))]
 
 
 def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
-    """Returns the schedule that is written in our form."""
+    """Returns the schedule of a file in the form of `to_csv`, one row per tick."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
         raise ValueError(
@@ -103,24 +108,26 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
             "The file has B, which is I and W together, beside I or W. Write I and W everywhere, "
             "or B."
         )
-    # The places come from the jobs, so a file needs no other lines.
+    # The jobs name their places, so a file needs no line for the placement.
     placement = _placement(of_stages)
     forward, backward, weight = tables_of(jobs, placement, ticks=len(rows))
-    # Without W the lane "weight" repeats B's jobs, and is left out.
+    # A job B stands in the lanes "backward" and "weight" (`LANES_OF`). In a file of B the table of
+    # "weight" says nothing new, and is left out.
     is_split = bool(letters & {"I", "W"})
     return Schedule(forward, backward, weight if is_split else None, placement=placement)
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Returns whether a file's first row has jobs, and not the names of columns."""
+    """Returns whether a file's first row has jobs or messages, and not the names of columns."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
-    """Returns the schedule of torch's form: each rank's jobs in their order.
+    """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
 
-    A whole backward job, B, is I and then W. Of two jobs that overlap, the first runs first.
+    A whole backward job, B, is read as I and then W. If two jobs overlap, the one that is listed
+    first runs first.
     """
     orders = []
     for rank, row in enumerate(rows):
@@ -131,14 +138,16 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """Returns the jobs, with the forwards of each place numbered from 0.
+    """Returns a rank's jobs, with the microbatches of its forwards numbered from 0.
 
-    `Schedule1F1B` of torch 2.13 numbers those of its last rank from 1.
+    `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and their backwards
+    from 0.
     """
     numbers: dict[tuple[str, int], list[int]] = {}
     for job in order:
         numbers.setdefault((job.lane, job.place), []).append(job.microbatch)
-    # Their backwards are numbered from 0, which tells them from a file with a missing job.
+    # The lanes and places to renumber. The comparison with the backwards leaves a file alone from
+    # which forward 0 is missing.
     from_1 = set()
     for (lane, place), forward in numbers.items():
         backward = sorted(numbers.get(("backward", place), ()))
@@ -150,7 +159,10 @@ def _from_0(order: list[Job]) -> list[Job]:
 
 
 def _jobs(words: Sequence[str], where: str) -> list[Job]:
-    """Returns the jobs of a cell's words."""
+    """Returns the jobs of words such as `5F3`, and skips torch's messages.
+
+    `where` names the cell in errors.
+    """
     jobs = []
     for word in filter(None, map(str.strip, words)):
         match = JOB.fullmatch(word)
@@ -165,7 +177,7 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the places of each stage's jobs, in the order of its chunks."""
+    """Returns the placement: the places that occur among each stage's jobs, in ascending order."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
@@ -184,6 +196,6 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
 
 
 def _short(cells: list[str]) -> str:
-    """Returns cells for a message, escaped for a terminal and cut where they are long."""
+    """Returns cells for a message, escaped for a terminal, and cut if they are long."""
     text = repr(",".join(cells))
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"

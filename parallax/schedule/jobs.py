@@ -1,10 +1,14 @@
-"""Jobs: the jobs that one needs, and the time at which each starts where every stage keeps an
-order."""
+"""Jobs: the jobs that a job needs, and the time at which each starts if stages run them in a given
+order.
+
+A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward", "backward" or
+"weight". A chunk's place is its position in the model.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-Cost = float | int  # of one microbatch through a whole stage, in any unit of time
+Cost = float | int  # the time of one microbatch through a whole stage, in any unit
 LANES = ("forward", "backward", "weight")  # in their order within a tick
 
 
@@ -21,7 +25,11 @@ class Job(NamedTuple):
 
 
 def needs(job: Job, last: int) -> Iterator[Job]:
-    """Returns the jobs whose results a job needs; `last` is the last place of the model."""
+    """Yields the jobs whose results a job needs; `last` is the last place of the model.
+
+    F needs F of the place before, B needs B of the place after, or F at the last place, and W needs
+    B of its own place.
+    """
     lane, m, place = job
     if lane == "forward" and place > 0:
         yield Job("forward", m, place - 1)
@@ -47,13 +55,15 @@ def start_times(
         hop: the time of a message to another stage.
 
     Raises:
-        ValueError: a job waits for one that never runs or that comes after it, or is there twice.
+        ValueError: a job waits for a job that never runs or that comes after it, or occurs twice.
     """
     last = max(homes)
     starts: dict[Job, float] = {}
     stops: dict[Job, float] = {}
+    # By stage: the time from which it is free, and the number of its jobs that have begun.
     free, begun = [0.0] * len(orders), [0] * len(orders)
-    # Each round starts the jobs whose inputs exist; a round without a new job is a deadlock.
+    # Each round starts the jobs whose inputs exist. A round that starts none is the end, or a
+    # deadlock if jobs are left.
     before = -1
     while before < len(starts):
         before = len(starts)
@@ -65,7 +75,7 @@ def start_times(
                     break
                 if job in starts:
                     raise ValueError(f"stage {stage} has {job} twice. Keep one.")
-                # What stays on its stage needs no message.
+                # A result that stays on its stage needs no message.
                 arrivals = [stops[cause] + hop * (homes[cause.place] != stage) for cause in needed]
                 starts[job] = max(free[stage], *arrivals, 0.0)
                 stops[job] = starts[job] + costs[job.lane]

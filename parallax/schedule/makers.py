@@ -2,7 +2,8 @@
 stages runs in each tick (see `Schedule`).
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
-weight gradient.
+weight gradient. In formulas they are also the time of such a job, and the bubble is the idle time
+of a stage.
 
     >>> table = one_f_one_b_lockstep(stages=4, microbatches=16)
     >>> costs = dict(forward=1, backward=2)
@@ -19,15 +20,16 @@ from parallax.schedule.places import looped_placement
 from parallax.schedule.table import Schedule
 
 MOST = 2**26  # cells of a lane's table: 268 MB, which take some seconds to make and to check
-Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]  # ticks and jobs, [..., P]
+# The ticks, [..., P], and the jobs, microbatch * v + chunk, of a lane; the last dim is the stage.
+Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns all forwards, then all backwards, the last microbatch first: the bubble is
+    """Returns all forwards, then all backwards from the last microbatch to the first: the bubble is
     (P-1)(F+B).
 
-    Every stage holds M microbatches. It is the order in which `jax.grad` goes back through a scan
-    over forward ticks (arXiv 1811.06965).
+    Every stage holds M microbatches. `jax.grad` of a scan over forward ticks runs in this order
+    (arXiv 1811.06965).
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
@@ -39,14 +41,14 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns one forward and one backward per tick: the bubble is (P-1)(F+B)/v, and memory does
-    not depend on M.
+    """Returns the schedule of one forward and one backward per tick: the bubble is (P-1)(F+B)/v,
+    and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more, microbatches go around the ring in groups of P, and the v times smaller bubble costs v
-    times as many exchanges (arXiv 2104.04473). Where M is no multiple of P, the empty places of the
-    last group add (P - M mod P)(v-1)(F+B)/v. Where it is one, there are
-    M v + (v+1)P - 2 ticks.
+    more chunks, microbatches go around the ring in groups of P, and the v times smaller bubble
+    costs v times as many exchanges (arXiv 2104.04473). If M is a multiple of P, there are
+    M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which adds
+    (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
         ValueError: as for `gpipe`.
@@ -56,27 +58,28 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, for W runs only in full
-    ticks.
+    """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, since no stage is idle while
+    W runs.
 
-    Weight gradients need no exchange, so stage s lets W lag s ticks behind I, and W runs on all
-    stages in the same M v ticks. The lag costs memory: stage s holds residuals of up to
-    P + (P-1-s)/v microbatches, no more than 1F1B's first stage (arXiv 2401.10241).
+    Weight gradients need no exchange, so stage s runs W s ticks after I. Then W runs on all stages
+    in the same M v ticks. The delay costs memory: stage s holds residuals of up to
+    P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
         ValueError: as for `gpipe`.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
-    # Stage s ends I earlier than stage 0 by s ticks, so all stages end W together.
+    # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.
     tick, job = _backwards(P, M, v)
     return _schedule(P, v, _forwards(P, M, v), (tick, job), (tick + np.arange(P), job))
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v; refused with a `ValueError` where their table is too large."""
+    """Returns P, M and v (by default 1); refuses sizes of too large a table with a `ValueError`."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
-    # Before any array is made: a table of 10^9 cells would fill the memory.
+    # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
+    # here have about (M + 2 P) v ticks, or less than twice as many.
     if (M + 2 * P) * v * P > MOST:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
@@ -88,8 +91,8 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
 
 
 def checked_sizes(**sizes: int) -> tuple[int, ...]:
-    """Returns the sizes of a schedule; refused with a `ValueError` where one is not a whole number
-    of at least 1."""
+    """Returns the sizes of a schedule as ints; refuses one that is not a whole number of at least 1
+    with a `ValueError`."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise ValueError(
@@ -102,20 +105,22 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:
-    """Returns a schedule in which groups of P microbatches pass chunk 0 of all stages, then chunk 1
-    right behind, and so on."""
+    """Returns the forwards: each group of P microbatches passes chunk 0 of all stages, then chunk 1
+    right after it, and so on."""
     m, c, s = np.ogrid[:M, :v, :P]
+    # The tick: a group takes v P ticks, a chunk P of them, and each stage is one tick later.
     return m // P * v * P + c * P + m % P + s, m * v + c
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the same way back from the other end; the first microbatch's loss starts it in its
-    tick."""
+    """Returns the backwards: the order of `_forwards`, from the last place of the model to the
+    first. It begins in tick v P - 1, in which the first microbatch's last forward ends."""
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
+    """Returns the schedule of forward, backward and perhaps weight jobs in these ticks."""
     ticks = 1 + max(int(tick.max()) for tick, _ in lanes)
     tables = np.full((len(lanes), ticks, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):

@@ -2,7 +2,8 @@
 jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
-gradient.
+gradient; their lanes are "forward", "backward" and "weight". A place is a chunk's position in the
+model, and `places`, [v, P], gives that of each chunk of each stage.
 """
 
 import heapq
@@ -17,14 +18,15 @@ from parallax.schedule.makers import checked_sizes
 from parallax.schedule.places import looped_placement
 from parallax.schedule.table import CannotRun, Schedule
 
-URGENCY = ("backward", "forward", "weight")  # of the jobs that are ready
+URGENCY = ("backward", "forward", "weight")  # a stage runs the first of these that is ready
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Returns 1F1B with P microbatches in flight, not 2P - 1: the bubble is (P - 1)(F + I + W).
+    """Returns 1F1B with P microbatches in flight: the bubble is (P - 1)(F + I + W).
 
     Stage s runs P - 1 - s microbatches forward, and then alternates one forward and one backward;
-    W follows I at once (arXiv 2104.04473, section 2.2).
+    W follows I at once (arXiv 2104.04473, section 2.2). `one_f_one_b_lockstep` has up to 2P - 1
+    microbatches in flight.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -32,7 +34,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     P, M = checked_sizes(stages=stages, microbatches=microbatches)
     orders = []
     for s in range(P):
-        # The stages behind this one need so many microbatches before the first comes back.
+        # Each of the P - 1 - s stages after this one holds a microbatch before the first one's
+        # cotangent comes back.
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
@@ -47,7 +50,7 @@ def zero_bubble(
     """Returns a schedule in which each stage runs I as soon as it can, else F while it holds fewer
     than `in_flight` microbatches, by default P, else W.
 
-    With chunks, a microbatch in flight is v of them.
+    With v chunks, a stage may hold `in_flight` * v of them.
 
     Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241): with P in flight their
     ZB-H1.
@@ -66,21 +69,28 @@ def greedy(
     """Returns a schedule in which, in each tick, a stage runs a job that is ready: an I, else an F
     while it holds fewer than `max_chunks` chunks, else a W.
 
-    Of several F or I the earliest microbatch runs first, which has come the furthest.
+    Of several jobs of a lane, the one of the earliest microbatch runs first; of one microbatch, the
+    one at the latest place.
+
+    Raises:
+        ValueError: no stage can go on, since all hold `max_chunks` chunks.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
     orders: list[list[Job]] = [[] for _ in range(P)]
+    # By stage and lane, a heap of (microbatch, -place).
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
     ]
+    # The chunks whose residuals each stage holds, from F to W, and the jobs left to run.
     holds, left = [0] * P, 3 * microbatches * places.size
+    # The jobs that have become ready.
     begin = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
         for job in begin:
-            # Of one microbatch a later place comes first: it is nearer to the backward pass.
+            # The sign puts a later place first: a microbatch there is nearer to its backward pass.
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
-        # What becomes ready in this tick starts in the next one at the earliest.
+        # A job that becomes ready in this tick starts in the next tick at the earliest.
         begin, before = [], left
         for s in range(P):
             full = holds[s] >= max_chunks[s]
@@ -104,10 +114,12 @@ def greedy(
 def from_orders(
     orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]
 ) -> Schedule:
-    """Returns each stage's jobs in the order given, each in the first tick in which it can run.
+    """Returns the schedule in which each stage runs its jobs in the given order, each in the first
+    tick in which it can run.
 
     Raises:
-        ValueError: a job waits for one that never runs, or that comes after it.
+        ValueError: a job is not on the stage of its place, or waits for a job that never runs or
+            that comes after it.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
@@ -129,8 +141,9 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs with their ticks; without `ticks`, the last job is in the last
-    tick.
+    """Returns the tables of these (tick, job), one per lane: microbatch * v + chunk, or -1.
+
+    Without `ticks`, the tick of the last job is the last one.
 
     Raises:
         CannotRun: a stage has two jobs of a lane in one tick.
@@ -154,7 +167,7 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """Returns the jobs that need a job's result: those of which it is one of `needs`."""
+    """Yields the jobs that need a job's result: the inverse of `jobs.needs`."""
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

@@ -1,5 +1,9 @@
-"""The placement of chunks in the model, and slots for what a job leaves until it is used. NumPy
-only."""
+"""The placement of chunks in the model, and slots for arrays that a job leaves for a later one.
+NumPy only.
+
+Legend: P stages, v chunks of layers per stage. A place is the position of a chunk in the model, 0
+to vP - 1. A slot holds the array of one job until its last reader; its number is used again.
+"""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -13,10 +17,10 @@ Placement = Shaped[np.ndarray, "chunks stages"]
 
 
 def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
-    """Returns the placement, which cannot be written to; refused with a `ValueError` where it is
-    not one.
+    """Returns the placement as a read-only array; refused with a `ValueError` if it does not have
+    each place once.
 
-    `name` is the function that needs it.
+    `name`, of the function that takes it, begins the message.
     """
     placed = np.array(placement)
     places = np.arange(placed.size)
@@ -26,37 +30,38 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
             "once, such as a schedule's `placed`, or schedule.looped_placement(stages, chunks); "
             f"got {placed.tolist()}."
         )
-    # Frozen, since schedules keep it and hand it out.
+    # Read-only, since schedules store it and return it to callers.
     placed = placed.astype(np.int32)
     placed.setflags(write=False)
     return placed
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Puts chunk c of stage s at place c P + s: after the last stage the model continues at the
-    first."""
+    """Returns the placement of chunk c of stage s at place c P + s: after the last stage the model
+    continues on the first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
-    """Returns two chunks a stage in the shape of a V: the first at place s, the second at 2P - 1 -
-    s."""
+    """Returns the placement in the shape of a V, with two chunks per stage: of stage s, the first
+    is at place s and the second at 2P - 1 - s."""
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
 class Interval(NamedTuple):
-    """The ticks in which a slot is in use: from `start` on, until before `stop`."""
+    """The ticks in which a slot is in use: from `start` to `stop` - 1."""
 
     start: int
     stop: int
 
 
 def fewest(intervals: Sequence[Interval]) -> list[int]:
-    """Returns a slot for each interval, so that no two that overlap share one, with the fewest
-    slots."""
+    """Returns a slot for each interval, so that intervals that overlap have different slots, and no
+    assignment needs fewer."""
+    # Two heaps: `busy` of (stop, slot), and `free` of slots.
     slots, busy, free = [0] * len(intervals), [], []
     count = 0
-    # In order of their start, each with the lowest free slot: this needs the fewest slots.
+    # In order of their start, each gets the lowest free slot: this needs the fewest slots.
     for i in sorted(range(len(intervals)), key=intervals.__getitem__):
         while busy and busy[0][0] <= intervals[i].start:
             heapq.heappush(free, heapq.heappop(busy)[1])
@@ -74,12 +79,13 @@ def coloured(
     """Returns the slot of each job, by lane. The job of the first lane writes the slot; after the
     job of the last lane the slot is free.
 
-    Where the first lane has no job it is the lowest free slot; where another lane has none, -1.
+    In a tick without a job, the first lane has the lowest free slot, and another lane has -1.
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
     for s in range(lanes[first].shape[1]):
         columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
+        # The tick from which each job's slot is free again.
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
         # A tick without a first job also gets a slot: in lockstep an idle stage writes there.
         written = fewest(

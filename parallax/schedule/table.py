@@ -2,8 +2,9 @@
 in each tick.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
-weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. A table is
-ticks x stages, and -1 where the stage is idle. The placement, [v, P], is the place in the model of
+weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
+its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
+jobs, with -1 for an idle stage. The placement, [v, P], is the place in the model, 0 to vP - 1, of
 each stage's chunks.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
@@ -47,7 +48,7 @@ class Phase(NamedTuple):
     Attributes:
         start: its first tick.
         stop: the tick after its last.
-        lanes: those that run, of "forward", "backward" and "weight", in their order within a tick.
+        lanes: the lanes that run, in their order within a tick.
     """
 
     start: int
@@ -79,11 +80,12 @@ class Message(NamedTuple):
     """The output of one job, or of the head, that another job uses.
 
     Attributes:
-        lane: "forward" for an activation, "backward" for a cotangent, "head" for the head's.
-        sent: the tick at whose end it leaves.
+        lane: "forward" for an activation, "backward" for a stage's cotangent, and "head" for the
+            head's cotangent.
+        sent: the tick at whose end it is sent.
         used: the tick of the job that needs it.
         source: the stage that sends it.
-        target: the stage that needs it: it may be the same.
+        target: the stage that needs it, which may be the same.
     """
 
     lane: str
@@ -113,14 +115,14 @@ class Schedule:
 
     Args:
         forward: the forward jobs.
-        backward: the jobs of both gradients, or, with a weight lane, of the input gradient alone.
-        weight: the jobs of the weight gradient, where it is separate.
+        backward: the jobs of both gradients, or, with a weight table, only of the input gradient.
+        weight: the jobs of the weight gradient, if it is separate.
         placement: the place in the model of chunk c of stage s, `[chunks, stages]`: each of 0 to
             vP - 1 once, 0 on stage 0. By default stage s has one chunk, at place s.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
-        ValueError: the arrays are not such tables or differ in shape, or a job is missing.
+        ValueError: an array is not a table, the tables differ in shape, or a job is missing.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
@@ -178,7 +180,7 @@ class Schedule:
 
     @property
     def placed(self) -> Int32[np.ndarray, "chunks stages"]:
-        """`placement`, of which there always is one once the schedule is made."""
+        """`placement`, which is never None once the schedule is made."""
         assert self.placement is not None
         return self.placement
 
@@ -186,20 +188,20 @@ class Schedule:
     def per_stage(self) -> bool:
         """Whether each stage has a job of its own in each tick; else all stages run in lockstep.
 
-        It holds where W is separate and no stage has two jobs in one tick.
+        It is true if W is separate and no stage has two jobs in one tick.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)
-        # A table without W is one in lockstep, also where no stage has two jobs in a tick.
+        # A table without W runs in lockstep, even if no stage has two jobs in a tick.
         return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
     def microbatches(self) -> int:
-        """M: every job up to the largest one in the tables must be there."""
+        """M, by the largest job in the tables: a check requires all jobs up to that one."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches over which the same lanes run, each of them one loop without a conditional.
+        """The stretches of ticks in which the same lanes run; each is one loop without conditional.
 
         1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
         """
@@ -213,18 +215,18 @@ class Schedule:
 
     @property
     def last(self) -> int:
-        """The stage that has the last place of the model; the first place is on stage 0."""
+        """The stage of the last place of the model; the first place is always on stage 0."""
         return int(self._homes[0][-1])
 
     def makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
-        """Returns the time of all ticks, each with an exchange, `hop`, at its end.
+        """Returns the time of all ticks, each with an exchange, of time `hop`, at its end.
 
         In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick
         takes the time of its most expensive job. Costs are of one microbatch through a whole stage
-        (a chunk costs 1/v), in any unit. By default `backward` is 1 where it is only the input
-        gradient, and 2 where it is both, so that schedules of the same work compare.
+        (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
+        gradient, and 2 if it is both gradients, so that schedules of the same work compare.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
@@ -240,14 +242,14 @@ class Schedule:
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """Returns the number of ticks in which each lane takes time, by which `makespan` adds up.
+        """Returns, for each lane, the number of ticks that take its time in `makespan`.
 
-        In lockstep, the ticks in which any stage runs it; per stage, those in which it is the most
-        expensive job of any stage.
+        In lockstep, these are the ticks in which any stage runs the lane; per stage, those whose
+        most expensive job is of the lane.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # An idle stage is cheaper than any job, also than one of cost 0.
+        # The costs by `kinds`: an idle stage, 0, is cheaper than any job, also than one of cost 0.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
@@ -279,18 +281,17 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the time of every job if no stage waits for a tick's end, as in separate programs
-        with messages.
+        """Returns the time of every job if no stage waits for the end of a tick. This is the case
+        if each stage is a separate program that exchanges messages.
 
-        Each stage keeps the order of its tables and starts a job once it is free and the input has
-        arrived, `hop` after it left the stage before. With `hop=0` no job is later than in
+        Each stage keeps the order of its tables. It starts a job once it is free and the input has
+        arrived, `hop` after the other stage sent it. With `hop=0` no job is later than in
         `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes
-        # A stage keeps the order of its column of the tables.
         orders: list[list[Job]] = [[] for _ in range(self.stages)]
-        # Within a tick F runs before B, and B before W.
+        # By tick, and within a tick F before B, and B before W.
         for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
             for s, job in enumerate(table[tick].tolist()):
                 if job >= 0:
@@ -306,12 +307,12 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """The most microbatches that each stage holds residuals of.
+        """The most microbatches whose residuals each stage holds at once.
 
-        It holds them from a job's forward tick to its last gradient's, both included. A chunk's
-        residuals count 1/v: per stage this is the number of slots that it needs, over v.
+        It holds them from the forward tick to the tick of the last gradient, both included. The
+        residuals of one chunk count as 1/v: this is the number of slots of each stage, over v.
         """
-        # The last lane is the last to read the residuals.
+        # The last lane is the last reader of the residuals.
         last = list(self.lanes.values())[-1] >= 0
         saved = np.cumsum(self.forward >= 0, axis=0)
         # A slot that is freed in a tick is in use until its end.
@@ -320,11 +321,12 @@ class Schedule:
 
     @cached_property
     def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """The slot of each job's residuals: written by the forward lane, read by the others, or -1.
+        """By lane, the slot of each job's residuals, or -1: the forward lane writes it, the others
+        read it.
 
-        Two jobs in use at one time never share a slot, and no allocation needs fewer: the intervals
-        are coloured in order of their start, each with the lowest free slot. A slot freed in tick t
-        is written again in tick t + 1 at the earliest.
+        Two jobs in use at one time never share a slot, and no assignment needs fewer slots: each
+        job gets the lowest free one when it starts. A slot freed in tick t is written again in tick
+        t + 1 at the earliest.
         """
         return {
             lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane]))
@@ -333,15 +335,16 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, but with the lowest free slot where the forward lane has no job."""
+        """`slots`, but with the lowest free slot where the forward lane has no job: in lockstep an
+        idle stage writes there."""
         return coloured(self.lanes)
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """With a weight lane, the slots of what I leaves for W; else none.
+        """By lane, the slots of the arrays that I leaves for W; empty without a weight lane.
 
-        They are written in `backward` and read in `weight`. Where `backward` has no job it is the
-        lowest free slot, and -1 where `weight` has none.
+        I ("backward") writes them, and W ("weight") reads them. In a tick without I, "backward" has
+        the lowest free slot; in a tick without W, "weight" has -1.
         """
         if self.weight is None:
             return {}
@@ -349,32 +352,33 @@ class Schedule:
 
     @property
     def slot_count(self) -> int:
-        """The slots of the stage that needs most, each for one chunk of one microbatch.
+        """The number of `slots` of the stage that needs most, each for one chunk of one microbatch.
 
-        For 1F1B in lockstep they are 2P - 1, whatever M is.
+        For 1F1B in lockstep it is 2P - 1, whatever M is.
         """
         return int(self.slots["forward"].max()) + 1
 
     @property
     def deferred_count(self) -> int:
-        """The slots of `deferred_slots`, each for one chunk of one microbatch.
+        """The number of `deferred_slots`, each for one chunk of one microbatch.
 
-        For the zero-bubble schedule in lockstep they are P, whatever M is.
+        For the zero-bubble schedule in lockstep it is P, whatever M is.
         """
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
-        # In lockstep a stage that has no job writes too, into a free slot.
+        # In lockstep an idle stage writes too, into a free slot.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents, also those that stay on their stage.
+        """All activations and cotangents that one job leaves for another, also on the same stage.
 
-        The head makes a cotangent on the stage and in the tick in which the last place's F ends.
+        The head makes its cotangent on the stage, and in the tick, of the last place's F.
         """
         stages, _ = self._homes
         forward, backward = self._when["forward"], self._when["backward"]
+        # A lane, the ticks in which its messages are sent and used, [M], and their two stages.
         hops = [("head", forward[:, -1], backward[:, -1], self.last, self.last)]
         for source, target in itertools.pairwise(range(len(stages))):
             before, after = int(stages[source]), int(stages[target])
@@ -388,13 +392,14 @@ class Schedule:
 
     @cached_property
     def arrivals(self) -> Mapping[Message, int]:
-        """The slot in which each message waits on its stage.
+        """The slot in which each message waits on its target stage.
 
         In lockstep only the head's cotangents wait.
         """
         slots: dict[Message, int] = {}
-        # In lockstep the head runs before the job that uses its cotangent in the same tick; per
-        # stage it runs after the jobs.
+        # A slot is in use from the tick of the message until that of its use. In lockstep the head
+        # runs before the jobs, so the tick of the use counts: the head may write in that tick. Per
+        # stage all writes follow the jobs of a tick, so the slot is free in the tick of the use.
         until = 0 if self.per_stage else 1
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
@@ -405,31 +410,31 @@ class Schedule:
 
     @property
     def arrival_count(self) -> int:
-        """The slots for messages of the stage that needs most."""
+        """The number of slots for messages on the stage that needs most."""
         return max(self.arrivals.values()) + 1
 
     @cached_property
     def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
-        """The stage and the chunk of each place."""
+        """The stage and the chunk of each place of the model."""
         chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
         return stages, chunks
 
     @cached_property
     def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
-        """The ticks of all jobs by lane."""
+        """By lane, the tick of each job: [microbatches, places]."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the times of one chunk of one microbatch, by lane."""
+        """Returns the time of one chunk of one microbatch for each lane that the schedule has."""
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Returns the stretches of ticks over which the same lanes run; `runs` says by name where,
-    [ticks]."""
+    """Returns the longest stretches of ticks in which the same lanes run; `runs` says by lane and
+    tick, [ticks], whether any stage runs it."""
     table = np.stack(list(runs.values()), axis=1)
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
     lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
@@ -437,26 +442,28 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """Returns `3`, or `3.1` where stages have more than one chunk."""
+    """Returns the name of a job in pictures: `3`, or `3.1` for chunk 1 if there are more."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
 def backward_cost(schedule: Schedule, backward: Cost | None) -> Cost:
-    """Returns the cost `backward`; by default 1 where W is a job of its own, and 2 where a backward
-    job is both."""
+    """Returns the cost `backward`; by default 1 if W is a separate job, and 2 if a backward job is
+    both gradients."""
     if backward is not None:
         return backward
     return 2 if schedule.weight is None else 1
 
 
 def _frozen(table) -> Int32[np.ndarray, "..."]:
+    """Returns a read-only int32 copy."""
     table = np.array(table, np.int32)
     table.setflags(write=False)
     return table
 
 
 def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Refuses an array that is not a table of jobs of this shape."""
+    """Refuses, with a `ValueError` or `CannotRun`, an array that is not a table of jobs of this
+    shape."""
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
@@ -478,7 +485,7 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Refuses a schedule that cannot run."""
+    """Refuses, with a `ValueError` or `CannotRun`, a schedule that cannot run."""
     if not schedule.microbatches:
         raise ValueError(
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
@@ -492,16 +499,19 @@ def _check(schedule: Schedule) -> None:
             "backward jobs into I and W, each in a tick of its own."
         )
     places = np.arange(last + 1)
-    # A lane, the places of its jobs, and the lane and the places of the jobs that these need.
+    # A lane, the places of its jobs, and the lane and the places of the jobs that these need: F
+    # needs F of the place before, B needs B of the place after (the last B its own F), W its own B.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
         ("backward", places[-2::-1], "backward", places[:0:-1]),
         ("backward", places[-1:], "forward", places[-1:]),
         ("weight", places, "backward", places),
     ]
+    # The last entry is only for a schedule with a weight lane.
     for lane, targets, cause, sources in needed[: len(schedule.lanes) + 1]:
+        # The ticks from a job to the one that needs it, [M, places].
         waits = when[lane][:, targets] - when[cause][:, sources]
-        # In lockstep nothing waits in a queue, so the next stage runs in the very next tick.
+        # In lockstep no message waits in a slot, so the next stage must use it in the next tick.
         of_message = waits < 1 if per_stage else waits != 1
         wrong = of_message if lane == cause else waits < 0
         for m, k in np.argwhere(wrong).tolist()[:1]:
@@ -514,8 +524,8 @@ def _check(schedule: Schedule) -> None:
 
 
 def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the reason why a job runs too early, or in lockstep too late, after one in this
-    tick."""
+    """Returns the sentence for a job of `lane` that runs too early, or in lockstep too late, after
+    the job that it needs, which is of the lane `cause` and in this tick."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
@@ -529,15 +539,14 @@ def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the refusal of a job at a place of the model, with its tick and its stage."""
+    """Returns the error for a job at a place of the model, with its tick and its stage."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """Returns the tick of every job of `lane`, by microbatch and place of the model: each runs
-    once."""
+    """Returns the tick of every job of `lane`, [M, vP]; refuses a job that runs twice or never."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
@@ -545,7 +554,7 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
-    # Of two equal jobs one was overwritten above.
+    # There are fewer ticks in `when` than jobs if one job overwrote another above: find it.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
@@ -563,5 +572,6 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
 
 
 def _job(schedule: Schedule, lane: str, microbatch: int, chunk: int) -> str:
+    """Returns a job's description for an error."""
     of_chunk = f", chunk {chunk}," if schedule.chunks > 1 else ""
     return f"{lane} of microbatch {microbatch}{of_chunk}"

@@ -1,5 +1,4 @@
-"""A backward pass in two halves, cotangents of inputs and gradients of weights. It knows nothing of
-pipelines."""
+"""Splits a traced backward pass in two: the cotangents of inputs, and the gradients of weights."""
 
 from parallax.split_backward.halves import split
 

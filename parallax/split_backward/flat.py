@@ -1,8 +1,9 @@
-"""A traced program without calls: the equations of `jit` and `checkpoint` stand in line with the
-rest.
+"""A traced program without calls: the equations inside `jit` and `checkpoint` are inlined.
 
-Loops and conditionals keep their programs inside. The body of each loop that `lax.scan` made is
-flat too.
+Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
+
+Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
+loop; an atom is a variable or a literal.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,15 +31,15 @@ CALLS = frozenset(
     }
 )
 
-Values = dict[Any, Any]  # by variable
+Values = dict[Any, Any]  # the value of each variable of a jaxpr
 
 
 class Flat(NamedTuple):
     """A flat program.
 
     Attributes:
-        jaxpr: its equations.
-        constants: the values that it was traced with.
+        jaxpr: the program, without calls.
+        constants: the values of its constant variables.
         loops: its scans, by the place of their equations.
     """
 
@@ -51,9 +52,11 @@ class Loop(NamedTuple):
     """The parts of a scan.
 
     Attributes:
-        consts: how many of its operands are the same in each trip.
-        carries: how many of its operands, and of its results, go from trip to trip.
-        body: one trip.
+        consts: the number of operands that are the same in each trip; they come first.
+        carries: the number of operands, after the consts, that are initial values of the carry; as
+            many results, the first ones, are its last values. The other operands are sliced, and
+            the other results stacked, by trip.
+        body: the program of one trip.
     """
 
     consts: int
@@ -61,12 +64,12 @@ class Loop(NamedTuple):
     body: Flat
 
     def inits(self) -> range:
-        """Returns the places of the carries among the operands."""
+        """Returns the indices of the carries' initial values among the operands."""
         return range(self.consts, self.consts + self.carries)
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """Returns the program, flat."""
+    """Returns the program without calls, and its scans."""
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
     )
@@ -77,7 +80,7 @@ def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
 
 
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the program's results; no call is left in the trace."""
+    """Runs a program under a trace, the programs inside calls included; returns its results."""
     jaxpr = opened(program)
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -85,7 +88,9 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                operands = barrier(operands)  # as JAX compiles `checkpoint`
+                # JAX compiles the backward pass of `checkpoint` so; otherwise XLA would use the
+                # forward pass's values, and keep them in memory.
+                operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
         else:
             results = apply(jaxpr, eqn, values)
@@ -94,20 +99,24 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of variables and literals, as JAX's arrays: a constant of the traced
-    function may be NumPy's."""
+    """Returns the values of variables and literals as JAX arrays: a constant of a traced function
+    may be a NumPy array."""
 
-    def value(atom):
+    def value_of(atom):
         if is_literal(atom):
             return jnp.asarray(atom.val, atom.aval.dtype)
-        found = values[atom]
-        return jnp.asarray(found) if isinstance(found, np.ndarray) else found
+        value = values[atom]
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
-    return [value(atom) for atom in atoms]
+    return [value_of(atom) for atom in atoms]
 
 
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
-    """Returns the results of one equation of a program, which keeps its line and its scope."""
+    """Returns the results of one equation of a program.
+
+    It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
+    """
+    # Each variable once, though the equation may read it twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -116,14 +125,15 @@ def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
 
 
 def variables_of(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the operands that are no literals."""
+    """Returns those of the operands that are variables, not literals."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """Returns the values, which XLA may not join with what computes them. A barrier makes its
-    results vary alike: one for each type."""
+    """Returns the same values behind a barrier, so that XLA does not fuse them with the operations
+    that compute them."""
     results = list(values)
+    # JAX types all results of a barrier as varying over the same axes: one barrier for each type.
     for kind in dict.fromkeys(map(varying_axes, values)):
         places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
         for place, value in zip(
@@ -134,11 +144,15 @@ def barrier(values: Sequence[Any]) -> list[Any]:
 
 
 def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[int]], set[Any]]:
-    """Returns the operands that these results of a program need.
+    """Finds the part of a program that these of its results need, as dead-code elimination does.
+
+    Args:
+        program: the program.
+        outputs: the indices of the results that are needed.
 
     Returns:
-        Of each equation that counts, by its place, the results that count; and all variables that
-        count. Of a scan a carry counts if a result that counts depends on it in some trip.
+        For each needed equation, by its place, the indices of its needed results; and all needed
+        variables. A carry of a scan is needed if a needed result depends on it in some trip.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -152,8 +166,8 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
-    """Returns the results of an equation that must be made for these ones, and the places of the
-    operands that they need."""
+    """Returns the results that an equation must compute for these of its results, and the indices
+    of the operands that they need. Only a scan must compute more: the carries behind a result."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):
         return results, set(results)
@@ -164,23 +178,23 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
         with_carries = results | {i - loop.consts for i in operands if i in loop.inits()}
         if with_carries == results:
-            # A carry that is passed on needs its initial value, even where no trip reads it.
+            # A needed carry needs its initial value, even if no trip reads it.
             return results, operands | {i + loop.consts for i in results if i < loop.carries}
         results = with_carries
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation passes its operands on as they are, each as one result."""
+    """Returns whether an equation is a barrier, whose result i is operand i."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def size(variables: Collection[Any]) -> int:
-    """Returns the bytes of these values."""
+    """Returns the bytes of the values of these variables."""
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 
 def primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """Returns the names of an equation's operations, of all that are inside."""
+    """Yields the names of an equation's primitive and of all primitives inside it."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
         for each in every(jaxpr):
@@ -188,7 +202,7 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """Returns the one program among an equation's parameters, with the constants that it was traced
-    with."""
+    """Returns the only program among an equation's parameters, closed over its constants if it has
+    some."""
     (program,) = closed(eqn.params)
     return program

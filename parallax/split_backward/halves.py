@@ -1,11 +1,14 @@
-"""A backward pass in two halves: I makes the cotangents of the inputs, W goes on from there to the
-gradients of the weights.
+"""A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
+of the weights.
 
-W computes a value that only W needs if the value is a product or depends on one, or if I would
+W computes a value that only W needs if the value is a matmul or depends on one of W, or if I would
 otherwise hand more bytes to W. All other values are computed in I, such as the sums over tokens
-that are a bias' gradient. W computes again what is cheap and needs nothing that I made; no product
-is computed twice. A scan becomes two scans: in each trip the first one stacks the values that the
+that are a bias' gradient. W repeats a cheap operation that needs nothing computed in I; no matmul
+is computed twice. A scan becomes two scans: in each trip the first scan stacks the values that the
 second one reads.
+
+Words of this file: "first" or half 0 is I, "second" or half 1 is W; `handed` arrays go from I to W;
+`made` variables exist only in I, `late` ones only in W; a trip is one iteration of a scan.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can
 be cut out of any traced program, as dead code is, is ours.
@@ -34,7 +37,7 @@ from parallax.split_backward.flat import (
     variables_of,
 )
 
-# What costs little beside a product: element by element, laid out anew, and sums along a dim.
+# Operations that cost little beside a matmul: elementwise ones, reshapes, and sums along a dim.
 CHEAP = (
     ELEMENTWISE
     | LAID_OUT
@@ -58,10 +61,10 @@ def split(
     """Returns the two halves of a backward pass.
 
     Args:
-        backward: takes so many `cotangents`, and then what both halves may read. Returns the
-            cotangents of so many `inputs`, and then the gradients of the weights.
-        cotangents: how many arrays.
-        inputs: how many arrays.
+        backward: takes the `cotangents`, and then the arrays that both halves may read. Returns the
+            cotangents of the `inputs`, and then the gradients of the weights.
+        cotangents: the number of cotangents that `backward` takes.
+        inputs: the number of inputs whose cotangents it returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
@@ -74,12 +77,14 @@ def split(
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
+        """Runs I: returns the cotangents of the inputs, and then the arrays for W."""
         cotangents_of_inputs, handed = halves.run_first(
             dict(zip(arguments, values, strict=True)), results[:inputs]
         )
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
+        """Runs W, on the arguments that both halves read and the arrays of I."""
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
@@ -94,8 +99,8 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        loop: of a scan, how its trips are cut.
-        places: of a barrier, the operands that it passes on in this half.
+        loop: for a scan, the two halves of its trips; else None.
+        places: for a barrier, the indices of the operands that it passes on in this half.
     """
 
     eqn: JaxprEqn
@@ -112,10 +117,10 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in places])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Adds the step's results to `values`; a scan runs as its `CutLoop` says instead."""
+        """Runs the step's equation, which is no scan, and adds its results to `values`."""
         if is_barrier(self.eqn):
-            held = barrier(read([self.eqn.invars[i] for i in self.places], values))
-            values.update(zip((self.eqn.outvars[i] for i in self.places), held, strict=True))
+            results = barrier(read([self.eqn.invars[i] for i in self.places], values))
+            values.update(zip((self.eqn.outvars[i] for i in self.places), results, strict=True))
         else:
             values.update(zip(self.eqn.outvars, apply(jaxpr, self.eqn, values), strict=True))
 
@@ -124,11 +129,11 @@ class Cut(NamedTuple):
     """A program in two halves.
 
     Attributes:
-        program: the whole.
+        program: the whole program.
         first: the steps of the first half.
-        second: those of the second.
-        handed: variables of the first half that the second reads; behind them come those of each
-            scan in `first`.
+        second: the steps of the second half.
+        handed: the variables of the first half that the second reads. The arrays that the scans of
+            `first` stack for the second half come after their values.
         made: all variables that only the first half has.
         reads: the arguments that each half reads.
     """
@@ -142,14 +147,14 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """How many arrays go from the first half to the second."""
+        """The number of arrays that go from the first half to the second, also those of scans."""
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )
 
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
-        """Returns these results, and the arrays for the second half. `arguments` has those that the
-        first half reads."""
+        """Runs the first half: returns the results at the indices `outputs`, and the arrays for the
+        second half. `arguments` has the values of those arguments that the first half reads."""
         values, of_scans = self.program.constants | arguments, []
         # The arrays of loops come last, in the order of the steps, as `run_second` reads them.
         for step in self.first:
@@ -162,9 +167,11 @@ class Cut(NamedTuple):
     def run_second(
         self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]
     ) -> list[Any]:
-        """Returns these results, from the arguments that the second half reads and the arrays from
-        the first."""
+        """Runs the second half: returns the results at the indices `outputs`, from the arguments
+        that this half reads and the arrays that the first half handed over."""
+        # Without `strict`: after the values of `self.handed` come the arrays of the scans.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
+        # The arrays of each scan, by its first result, which names the scan in both halves.
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
@@ -179,6 +186,7 @@ class Cut(NamedTuple):
         return self._results(outputs, values)
 
     def _results(self, outputs: Collection[int], values: Values) -> list[Any]:
+        """Returns the values of the program's results at these indices."""
         return read([self.program.jaxpr.outvars[i] for i in outputs], values)
 
 
@@ -186,9 +194,9 @@ class CutLoop(NamedTuple):
     """A scan in two.
 
     Attributes:
-        loop: the whole.
+        loop: the whole scan.
         trip: the two halves of each trip.
-        results: which of the scan's results each half makes.
+        results: for each half, the indices of the scan's results that it computes.
     """
 
     loop: Loop
@@ -196,19 +204,20 @@ class CutLoop(NamedTuple):
     results: tuple[frozenset[int], frozenset[int]]
 
     def reads(self, half: int) -> set[int]:
-        """Returns the places of the operands that a half needs."""
+        """Returns the indices of the operands that a half needs."""
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
             for i, variable in enumerate(loop.body.jaxpr.invars)
             if variable in self.trip.reads[half]
         }
-        # Of the carries, a half needs the initial values of those alone that it computes.
+        # A half needs the initial values of only those carries that it computes itself. A carry of
+        # the other half, which it may read, is handed over from each trip.
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
-        """Adds the first half's results to `values`. Returns what the second half needs of it,
-        [trips, ...] each."""
+        """Runs the scan of the first half, and adds its results to `values`. Returns the arrays for
+        the second half, [trips, ...] each."""
 
         def one_trip(arguments, _):
             return self.trip.run_first(arguments, sorted(self.results[0]))
@@ -216,7 +225,7 @@ class CutLoop(NamedTuple):
         return self._run(eqn, values, 0, one_trip, ())
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
-        """Adds the second half's results to `values`."""
+        """Runs the scan of the second half on these arrays, and adds its results to `values`."""
 
         def one_trip(arguments, handed):
             return self.trip.run_second(arguments, handed, sorted(self.results[1])), []
@@ -231,6 +240,12 @@ class CutLoop(NamedTuple):
         one_trip: Callable[..., Any],
         handed: Sequence[Any],
     ) -> list[Any]:
+        """Runs the scan of one half, and adds its results to `values`.
+
+        `one_trip(arguments, handed)` runs that half of a trip: it returns the results of the trip,
+        and arrays to stack. Returns these arrays, [trips, ...] each.
+        """
+        # Sorted, so that carries come before stacked results.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars
         carried = sum(i < loop.carries for i in results)
@@ -240,6 +255,7 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
+            """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`."""
             of_trip, handed = slices
             arguments = consts | dict(
                 zip((variables[i] for i in [*inits, *sliced]), [*carry, *of_trip], strict=True)
@@ -247,7 +263,7 @@ class CutLoop(NamedTuple):
             made, handed_on = one_trip(arguments, handed)
             return made[:carried], (made[carried:], handed_on)
 
-        # Trips in the order of the original scan, so that sums round as they did.
+        # The trips keep the order of the original scan, so that sums round in the same way.
         how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         slices = [operands[i] for i in sliced], list(handed)
         carry, (stacked, handed_on) = lax.scan(trip, [operands[i] for i in inits], slices, **how)
@@ -267,16 +283,16 @@ def _cut(
     results `second`.
 
     Args:
-        program: the whole.
-        first: places of results.
-        second: places of results.
+        program: the whole program.
+        first: the indices of results that the first half returns.
+        second: the indices of results that the second half returns.
         made: the arguments that only the first half is given.
         late: the arguments that only the second half is given; no result of `first` needs them.
     """
     jaxpr = program.jaxpr
     needed_first, (counting, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
-    # Each step that counts, and whether either half may run it.
+    # Each equation that a result needs, with whether the first and the second half may run it.
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in counting.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
@@ -296,7 +312,7 @@ def _cut(
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
         plan.append((Step(eqn, loop, ()), runs_in))
-    # From the last to the first: what the second half needs decides what the first hands over.
+    # The second half is chosen first: its needs decide the variables that the first hands over.
     second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
@@ -313,13 +329,13 @@ def _cut(
 
 
 def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
-    """Returns the variables of these results of a program."""
+    """Returns the variables of the results at these indices."""
     return set(variables_of([jaxpr.outvars[i] for i in places]))
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
     """Returns the results of a barrier whose operands are among `variables`."""
-    # Result i of a barrier depends on operand i alone.
+    # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
 
@@ -331,8 +347,8 @@ def _may_run_in(
 
     Args:
         eqn: the equation.
-        made: the variables of the first half alone.
-        late: the variables of the second half alone.
+        made: the variables that only the first half has.
+        late: the variables that only the second half has.
         is_needed_first: whether a result of the first half needs it.
     """
     reads = set(variables_of(eqn.invars))
@@ -351,8 +367,8 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan in two. A result that is stacked is the first half's if that makes it
-    anyway."""
+    """Returns a scan in two: the first half computes the results `first`, and the second the other
+    `results`. A stacked result moves to the first half if that computes it anyway."""
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
     late_inside = {
         inside
@@ -361,6 +377,7 @@ def _cut_loop(
     }
 
     def carried(results):
+        """Returns the variables in the trip of those results that are carries."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
@@ -379,9 +396,10 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns the steps of a half, and all variables that it needs: those from `elsewhere` among
-    them."""
+    """Returns the steps that a half runs for the variables `needed`, and all variables that it
+    reads. It computes no variable of `elsewhere`, which the other half has."""
     chosen = []
+    # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _acts(step.eqn)):
@@ -393,8 +411,10 @@ def _chosen(
 
 
 def _acts(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation has side effects, so that it runs even if no result is needed."""
     return bool(eqn.effects)
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
+    """Returns whether to compute an equation twice costs little: no matmul and no side effect."""
     return not _acts(eqn) and all(name in CHEAP for name in primitives(eqn))
