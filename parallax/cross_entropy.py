@@ -44,8 +44,8 @@ def mean(
     Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
     noticeable time. Each block sends what `tensor.cross_entropy` sends.
 
-    The cotangent of `x` is this device's share, which `tensor.copy_to` before it sums. There is no
-    forward-mode derivative.
+    The cotangent of `x` is this device's share of a sum, which the `tensor.copy_to` before `mean`
+    takes. There is no forward-mode derivative.
 
     Args:
         x: the input of the head, after `tensor.copy_to`.
@@ -121,7 +121,7 @@ def mean(
 
     def backward(gradients, cotangent):
         """Returns the gradients times the loss's cotangent; targets and weights have none."""
-        # The loss is a mean, but the kept gradients are those of the sum.
+        # The loss is a mean, but the kept gradients are of the sum.
         scaled = [
             (g * (cotangent / count)).astype(leaf.dtype)
             for g, leaf in zip(gradients, (x, table), strict=True)

@@ -117,7 +117,7 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
-    # `varying` alone would sum the cotangent by `lax.psum`, not by the algorithm of the axis.
+    # A plain `varying` would sum the cotangent by `lax.psum`, not by the algorithm of the axis.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
@@ -288,7 +288,7 @@ def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
     It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
-    leaves those whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims
+    leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims
     before the last two of a weight are whole.
 
     Raises:

@@ -32,7 +32,7 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each dim of a torus closes in a ring.
 
     Args:
-        flat: whether the torus has two dims, as that of a v5e or v6e.
+        flat: whether the torus has two dims, as a v5e or v6e has.
         sizes: the chips along each dim.
     """
     if flat:
@@ -115,7 +115,7 @@ def hops(
 ) -> list[float]:
     """Returns the mean number of links that a hop of the ring along each axis crosses.
 
-    For an axis of one device it is 1. The arguments are those of `coordinates`.
+    For an axis of one device it is 1. The arguments are as in `coordinates`.
     """
     here = coordinates(box, rings, cores, sizes)
     # Links between two places of each dim. The last coordinate, the core, crosses none.
@@ -280,7 +280,7 @@ def _costs(
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
             # [digit of this axis, digits of all other axes]: the links between two digits of the
-            # axis are the mean over the others.
+            # axis are the mean over the digits of the other axes.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square makes one long hop among short ones worse than equal hops.
@@ -319,7 +319,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
         ordered_sides = [sides[k] for k in order]
         paths_in_order = [_snake(ordered_sides)]
         if len(ordered_sides) == 1 and sides[0] > 2:
-            # Out over every second point, and back over the others: no hop is longer than 2.
+            # Out over every second point, and back over the other points: no hop is longer than 2.
             out = list(range(0, sides[0], 2))
             back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
             paths_in_order.append([(k,) for k in out + back])

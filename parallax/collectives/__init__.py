@@ -1,4 +1,4 @@
-"""Collectives written as tables of hops: drop-in replacements for those of `jax.lax`.
+"""Collectives written as tables of hops: drop-in replacements for `jax.lax`'s.
 
 The tables can be read, counted, composed and priced. The collectives can be differentiated.
 

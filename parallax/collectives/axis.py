@@ -3,7 +3,7 @@
     tensor.column(x, w, b, "tensor")          # a name, or a tuple of names: `jax.lax` is used
     tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name
 
-An algorithm is a value whose functions are those of `lax`: `ring.all_reduce(x, "data")` is a
+An algorithm is a value with functions like `lax`'s: `ring.all_reduce(x, "data")` is a
 drop-in for `lax.psum(x, "data")`. Called with a name, it gives an `Axis`, which has the same
 functions without the name.
 """
@@ -35,7 +35,7 @@ def _no_table(*sizes: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A collective algorithm: functions that take and return what those of `lax` do.
+    """A collective algorithm: its functions take and return the same as `lax`'s collectives.
 
     ```python
     total = ring.all_reduce(gradients, "data")   # inside mesh.spmd; equals lax.psum
@@ -120,7 +120,7 @@ class Axis:
         after the other, in the order that gives `lax`'s values for the tuple of names: it reduces
         and scatters from the first part to the last, and gathers from the last to the first.
 
-        Raises `ValueError` for anything else.
+        Raises `ValueError` for any other value.
         """
         if isinstance(axis, Axis):
             return axis

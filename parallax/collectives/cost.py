@@ -6,8 +6,8 @@
 A collective is a list of rounds. In a round every device sends a message, or several over separate
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
 program may send them at once, but a device with one port cannot. All numbers are whole, padding
-included, and equal those that the tests read from the compiled programs. `tuning.fit` measures the
-time of a hop on the live mesh.
+included, and equal the numbers that the tests read from the compiled programs. `tuning.fit`
+measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -82,7 +82,7 @@ class Cost(NamedTuple):
 
     Attributes:
         hops: the rounds of messages, one after another.
-        bytes: the bytes over the busiest link: those of the largest message of each round.
+        bytes: the bytes over the busiest link: the largest message of each round, summed.
         sent: the bytes that a device sends over all its links: the results of the program's
             permutes.
         messages: the messages that a device sends: the program's permutes, in all trips of loops.
@@ -127,8 +127,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
     Args:
         collective: a function of this library, or a `functools.partial` of one that sets its
             options.
-        nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, those of
-            the product.
+        nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
+            of the product.
         n: the devices on the axis, or on each of several axes.
         itemsize: the bytes of a number. An array whose size does not divide is padded by whole
             numbers.
@@ -215,8 +215,8 @@ def total(rounds: Iterable[Round]) -> Cost:
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """Returns the factors of alpha, beta, gamma and start in the formula of `seconds`.
 
-    They are (hops, bytes, reduced, 1), or (messages, sent, reduced, 1) through one port, where all
-    messages of a round are sent one after another.
+    They are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round one
+    after another, they are (messages, sent, reduced, 1).
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1

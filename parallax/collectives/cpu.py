@@ -2,10 +2,10 @@
 
 **Collectives in one order** (`sequence_after`): jaxlib 0.10.2 and 0.12.0. XLA's CPU backend may run
 what follows a loop while the loop still runs, if it does not use the loop's results. A collective
-after the loop can then meet one of the loop's in the same rendezvous, which aborts the process: "Id
-can't be larger than the number of participating threads". No issue of XLA is known for it. It is
-rare: pipelined steps on more devices than cores have shown it; this smallest unordered program did
-not in 400 runs. `compiled.hlo.unordered` finds such pairs in a compiled program.
+after the loop can then meet a collective of the loop in the same rendezvous, which aborts the
+process: "Id can't be larger than the number of participating threads". No issue of XLA is known for
+it. It is rare: pipelined steps on more devices than cores have shown it; this smallest unordered
+program did not in 400 runs. `compiled.hlo.unordered` finds such pairs in a compiled program.
 
     def body(x):
         looped = lax.fori_loop(0, 8, lambda _, y: lax.ppermute(jnp.tanh(y @ y), "i", ring), x)

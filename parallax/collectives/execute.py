@@ -70,7 +70,7 @@ def scatter(
         for number in chain:
             for table, offset, block in _arrivals(routes, number, take, axis_name, dim):
                 sums[table][offset] = block + take(table, offset)
-    # The own block is not sent: its sum holds the terms that arrived, or this device's term alone.
+    # The own block is not sent: its sum has the terms that arrived, or only this device's term.
     return [take(table, route.home) for table, route in enumerate(routes)]
 
 
@@ -170,12 +170,12 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     """Runs a chain of a scatter as a loop, one hop a trip, and updates `sums`.
 
     After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
-    `sums` are those of `scatter`.
+    `sums` are as in `scatter`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function of the trip: what this device adds to one table's message.
+        """Returns a function from the trip to the terms that this device adds to a table's message.
 
         The table's first message holds the partial sums for the devices at `offsets`.
         """
@@ -240,7 +240,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
     def owners_after(trip, table, step, offsets):
         """Returns the offsets of the owners of the blocks that arrive in a trip."""
-        # Backwards: the last trip's blocks are those of the chain's first round.
+        # Backwards: the last trip brings the blocks of the chain's first round.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):

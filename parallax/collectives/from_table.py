@@ -143,7 +143,8 @@ def _prices(tables_of):
         # A block of fewer numbers than tables leaves nothing for the last tables.
         return messages(tables[: len(nbytes)], nbytes, back=back, added=None if back else nbytes)
 
-    # An array of `size` numbers is scattered in n blocks, rounded up; what is gathered is a block.
+    # A scatter cuts `size` numbers into n blocks, rounded up; a gather takes a block of `size`
+    # numbers.
     def scatter(size, n, itemsize):
         return rounds(-(-size // devices(n)), n, itemsize, back=False)
 
@@ -181,7 +182,8 @@ def messages(
         routes: the tables.
         nbytes: for each table, the bytes of a block.
         back: whether the tables run backwards, as a gather.
-        added: for each table, the bytes that an arriving block adds to others; by default none.
+        added: for each table, the bytes that an arriving block adds to other blocks; by default
+            none.
     """
     # After each round, the longest chain of dependent messages so far, over all tables.
     longest = [0, *map(max, zip(*(route.hops(back=back) for route in routes), strict=True))]

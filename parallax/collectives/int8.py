@@ -123,8 +123,8 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     The twin of `lax.psum`.
 
     The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, and A is that of this block in the sum. The
-    flattened leaf is padded to a multiple of n numbers; blocks are cut from each n-th of it.
+    largest magnitude in the number's block on device i, and A is the largest in the sum's block.
+    The flattened leaf is padded to a multiple of n numbers; blocks are cut from each n-th of it.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -322,7 +322,10 @@ def dequantize(
 
 
 def _all_reduce(x, axis_name, block_size):
-    """Returns the sum of `x` in its wide type, and the rounding errors of this device."""
+    """Returns the sum of `x` over devices in its wide type, and this device's rounding errors.
+
+    Both have the shape of `x`.
+    """
     n = types.axis_size(axis_name)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
     total, error = _reduce(flat, axis_name, block_size)

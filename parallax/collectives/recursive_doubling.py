@@ -82,7 +82,7 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
         x = _as_sent(x) + send(x, axis_name, pairs)
     if results:
         # The last hop gives the result to the devices from p, the first receiver, on. A `ppermute`
-        # gives zeros to all others, so these keep their own sum.
+        # gives zeros to all other devices, so these keep their own sum.
         first_folded = results[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
         x = jnp.where(is_exchanging, x, send(x, axis_name, results))

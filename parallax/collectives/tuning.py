@@ -4,8 +4,8 @@
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
 The formulas of `cost` select the functions that are raced, and the race decides. All processes of
-the mesh must call these functions together. All get the same result: each time is that of the
-slowest process.
+the mesh must call these functions together. All get the same result: each time is the
+time of the slowest process.
 """
 
 import functools
@@ -199,7 +199,8 @@ class Choice(NamedTuple):
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
         """Returns the choice with the seconds `measured` at more sizes.
 
-        `measured` lists the seconds of the first function at each size, then those of the next.
+        `measured` lists the seconds of the first function at each size, then the seconds of the
+        next.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
@@ -301,8 +302,8 @@ def measure(
     """Returns the median seconds of each call.
 
     A call is a function of local blocks, and the bytes of its float32 array on each device. The
-    calls take turns, so that a machine that becomes slower does so for all calls. Each time is that
-    of the slowest process.
+    calls take turns, so that a machine that becomes slower does so for all calls. Each time is
+    the time of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
 

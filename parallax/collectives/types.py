@@ -91,7 +91,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
-    """Returns "unreduced" or "reduced", the words of `lax.pcast`, for each axis along which `x` is.
+    """Returns, by axis, "unreduced" or "reduced" (the words of `lax.pcast`) if `x` is either.
 
     An unreduced value is a sum over the axis that was not taken yet: each device has one term. A
     reduced value is the same on all devices, and its cotangent is unreduced. Raises `TypeError` as
@@ -198,7 +198,7 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 def match_varying(x: Tree, reference: PyTree) -> Tree:
     """Returns `x` with each leaf varying along the axes of the same leaf of `reference`.
 
-    A loop needs this for its first carry, whose type must be that of the later ones.
+    A loop needs this for its first carry, whose type must be the type of the later carries.
     """
     return jax.tree.map(lambda leaf, like: varying(leaf, varying_axes(like)), x, reference)
 
@@ -326,7 +326,7 @@ def linear_collective(
     """Returns `linear` of two functions of varying arrays, for a varying or unreduced `x`.
 
     The result is declared `to` along `axis_name`: "varying", "invarying" or "reduced". The result
-    of the transpose is declared as `x` requires: reduced where `x` is unreduced. Along other axes
+    of the transpose is declared as `x` requires: reduced if `x` is unreduced. Along other axes
     the types stay as they are.
     """
 

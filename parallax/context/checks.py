@@ -28,7 +28,7 @@ _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_s
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `layers`, which raises an error when it is traced and sends nothing along `axis`.
 
-    Each device of `axis` has some of the tokens. Attention that sends nothing would see only those,
+    Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
     and silently train another model. The function is traced once more to find that out.
     """
     names = set(axes(Axis.of(axis).names))
@@ -60,7 +60,7 @@ def check_places(
     Args:
         attend: the attention function.
         arrays: its arguments (q, k, v).
-        known: its options, with `positions`, those of queries and of keys.
+        known: its options, with `positions`: (of the queries, of the keys).
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]

@@ -49,8 +49,8 @@ def attention(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries.
 
-    The result is [B, T_X, H, K], as `q`. Each device holds the tokens that `order` gives it.
-    `positions` says which they are; `split` and `local_tokens` select them. Products have `q`'s
+    The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it.
+    `positions` gives their places; `split` and `local_tokens` select them. Products have `q`'s
     type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
     linear in T: the tiles of `kernel`; for the backward pass `q`, `k`, `v`, the result and one
     number per query and head.
@@ -156,6 +156,7 @@ def _forward(ring: _Ring, q, k, v, segments):
     # The first message is sent before the local blocks are computed, so that it takes no extra
     # time.
     arrived = ring.send(keys) if n > 1 else keys
+    # Each chunk with itself, by q, k and v; the segments are passed apart.
     sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
     sums = visit(sums, keys, ring.local_pairs())
     # The last hop is not in the loop, since its keys need not be sent on.
@@ -192,12 +193,16 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
-        """Sends on the keys of hop h and their gradients, `sums`, and adds the terms of hop h."""
+        """Sends on the keys of hop h and their gradients, `sums`, and adds the terms of hop h.
+
+        Returns the keys of the next hop, `dq` and `sums`.
+        """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
 
     arrived = ring.send(keys) if n > 1 else keys
     diagonal = _diagonal(ring, ring.kernel.backward, queries[-1], keys[-1])
+    # The arguments are q, k, v, out, lse and ct; the segments are passed apart.
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:

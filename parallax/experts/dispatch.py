@@ -97,7 +97,7 @@ class Gathered:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's rows of the results, [T, D], and 0 dropped choices.
 
-        The arguments are those of `Dispatch`.
+        The arguments are as in `Dispatch`.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
@@ -151,7 +151,7 @@ class exchanged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are those of `Dispatch`.
+        The arguments are as in `Dispatch`.
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
@@ -199,7 +199,7 @@ class ragged:
     """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
 
     A device has room for `capacity` times the mean, k T rows; with `math.inf`, for the largest
-    possible number. Rows from device 0 come first, then those from device 1, and so on; rows beyond
+    possible number. Rows from device 0 come first, then rows from device 1, and so on; rows beyond
     the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs and GPUs have
     it.
 
@@ -230,7 +230,7 @@ class ragged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are those of `Dispatch`.
+        The arguments are as in `Dispatch`.
         """
         if not axes(axis.names):
             raise ValueError(

@@ -135,8 +135,12 @@ def _table(
     within = jnp.arange(size, dtype=jnp.int32)
 
     def block(j):
-        """Returns block j. `before` is the number of blocks of earlier experts."""
+        """Returns block j, one of the blocks of the expert whose `ends` is the first above j.
+
+        `place` are the block's places among the sorted pairs.
+        """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
+        # The number of blocks of earlier experts.
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
         counts = place < starts[expert + 1]  # false for filling rows

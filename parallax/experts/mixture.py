@@ -97,8 +97,8 @@ def moe(
         compute: runs this device's experts, such as `grouped(expert)`.
         comms: the communication along the axis that splits each expert's hidden width: the experts'
             results are partial sums then. Use `tensor.comms("tensor")`, or `sequence.comms` if `x`
-            has a device's share of the tokens. With `context.comms` the statistics are those of
-            whole sequences.
+            has a device's share of the tokens. With `context.comms` the statistics are of whole
+            sequences.
 
     Raises:
         ValueError: the experts of a device times the devices are not the router's experts; `x` is

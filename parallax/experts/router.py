@@ -150,8 +150,8 @@ def rebalanced(
     is above. A load that differs from the mean only by rounding counts as even, so the bias does
     not depend on the order of the sum.
 
-    Use it in `step.make(after_update=...)`, once per step: there `load` is that of the whole batch
-    (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
+    Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
+    batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
     `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)

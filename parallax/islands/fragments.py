@@ -124,7 +124,7 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
 
     def get(model):
         """Returns the layers of the model's blocks, and None for all other leaves."""
-        # All leaves are None here, and `tree_at` must replace those of the blocks.
+        # All leaves are None here, and `tree_at` must replace the leaves of the blocks.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
         return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
 

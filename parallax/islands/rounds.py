@@ -76,7 +76,7 @@ def local(
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
             island.
-        outer: the outer optimizer; it acts element by element where weights are split.
+        outer: the outer optimizer; it acts element by element if weights are split.
         every: H, the steps between two rounds.
         axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which
             sends int8.
@@ -86,8 +86,8 @@ def local(
     Raises:
         ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
             to 1. When it runs: `train` works along the islands' axis; the batch is the same on all
-            islands; the state is not one of islands; the fragments do not cover the model; or the
-            outer optimizer mixes the elements of a leaf that is split.
+            islands; the state is not a state of islands; the fragments do not cover the model; or
+            the outer optimizer mixes the elements of a leaf that is split.
     """
     if every < 1:
         raise ValueError(

@@ -117,7 +117,7 @@ def state_init(
 ) -> StateInit:
     """Returns a `StateInit` of the state of islands, from the state of one island or its shapes.
 
-    The arguments are those of `init`. Nothing is computed until its `init` is called.
+    The arguments are as in `init`. Nothing is computed until its `init` is called.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
@@ -145,7 +145,8 @@ def state_init(
             tuple(sent),
         )
 
-    # The compiled function makes each block on its device, so no device holds those of all islands.
+    # The compiled function makes each block on its device, so no device holds the blocks of all
+    # islands.
     placed = _specs(specs, outer, parts, weights, names, mesh, (has_feedback, waits))
     shardings = trees.shardings(placed, mesh)
     begin = jax.jit(make, out_shardings=shardings)
