@@ -1,10 +1,12 @@
 """Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and prices.
 
-@algorithm
-def direct(n):
-    return Route((n,), [{k: [k]} for k in range(1, n)])
+    @algorithm
+    def direct(n):
+        return Route((n,), [{k: [k]} for k in range(1, n)])
 
-direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
+    direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
+
+Several tables may run side by side: each carries its own *share* of every block.
 """
 
 import functools

@@ -5,7 +5,8 @@ tokens of a tile. In einsums: b batch, t and s tokens, g key heads, r the H / G 
 
 A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
 saw. From log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward pass
-recomputes the weights.
+recomputes the weights. The *marks* of tokens, positions and documents, decide which keys a query
+sees.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """

@@ -4,7 +4,8 @@ Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K he
 of a device, n devices.
 
 In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
-the device computes, the same number as on any other device. There is no conditional, so messages
+the device computes, the same number as on any other device. A block is a *pair*: (query chunk, key
+chunk, 1 if it is needed or 0 if it only fills up the table). There is no conditional, so messages
 inside and around the attention are safe. The results of a hop are merged by their log-sum-exp.
 
 | | messages | bytes a device sends |
@@ -213,7 +214,7 @@ def _backward(ring: _Ring, residuals, ct):
         following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
         if n > 2:
             dq, sums = visit(dq, ring.send(sums), following, ring.pairs(n - 1))
-        # The n-th send brings the gradients home to the device of their keys.
+        # The last of n - 1 sends brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
 

@@ -1,7 +1,8 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Each block has rows for one expert. Legend: N rows, R pairs of a row and an expert, E experts on the
-device, D width.
+Each block has rows for one expert; *filling rows* fill up its last block, and do not count. An
+expert's arrays are `trained`, which are differentiated, or `others`. Legend: N rows, R pairs of a
+row and an expert, E experts on the device, D width.
 """
 
 import functools

@@ -11,7 +11,8 @@ outer weights W and island i's weights w_i,
 
 So delta is to the outer optimizer what a gradient is to an inner one, with the same sign. Between
 rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism, and a
-quarter of that with `ErrorFeedback`.
+quarter of that with `ErrorFeedback`. A *fragment* is the part of the model that a round exchanges.
+In the code, `inner` is the state of this island, and `state` is the state of all islands.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.

@@ -1,4 +1,8 @@
-"""The state of islands: a training state for each, and the outer weights of all."""
+"""The state of islands: a training state for each, and the outer weights of all.
+
+*Inner* is a state of one island, stacked to [islands, ...]. *Outer* is the same on all islands. A
+*fragment* is the part of the model that a round exchanges.
+"""
 
 import math
 from collections.abc import Callable
