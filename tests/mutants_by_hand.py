@@ -1104,7 +1104,7 @@ RUN = (
     ),
     Mutant(
         "verify",
-        "not stored and doubled",
+        "not stored and four_bytes",
         "stored and doubled",
         "test_shards.py::test_four_bytes_a_token_declared_as_two_are_refused",
     ),
@@ -1635,7 +1635,7 @@ GPT2 = (
     ),
     Mutant(
         "Fields.read",
-        "{*FREE, *self.free, *stays}",
+        "{*FREE, *self.free, *supported}",
         "{*FREE, *self.free}",
         "test_model_files.py::test_every_field_that_came_in_goes_out",
     ),

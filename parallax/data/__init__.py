@@ -1,5 +1,6 @@
-"""Tokens and batches: a batch is a pure function of (seed, step), read in the background, from one
-file or from many."""
+"""Tokens and batches. A batch is a pure function of (seed, step); it is read in the background,
+from one file or from many.
+"""
 
 from parallax.data import shards
 from parallax.data.batches import batch, held_out_batches

@@ -1,4 +1,4 @@
-"""Batches of a text. The one idea: **a batch is a pure function of (seed, step)**.
+"""Batches of a text. **A batch is a pure function of (seed, step).**
 
 A batch does not depend on the number of devices or processes that share it, nor on earlier batches.
 So a run resumes at any step, on any layout, without a saved state of the loader. A process that
@@ -32,15 +32,14 @@ def batch(
     length: SupportsIndex,
     rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns the `rows` of the global batch at `step`, which has `size` windows of `length` inputs
-    and the token after them.
+    """Returns the rows `rows` of the global batch at `step`. The batch has `size` windows, each of
+    `length` inputs and the token after them.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows, each of
-    which shares one token with the next, and takes each window once, in a random order. Window w is
-    `tokens[o + w * length :][: length + 1]`. The offset o and the order are drawn from (seed,
-    epoch). The epochs follow each other without an end, and row i of the batch is the window at
-    position step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only its own
-    windows.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows, and takes
+    each window once, in a random order. Neighbouring windows share one token. Window w is
+    `tokens[o + w * length :][: length + 1]`; the offset o and the order are drawn from (seed,
+    epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is number
+    step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only its own windows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
     window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
@@ -66,8 +65,8 @@ def batch(
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # All epochs have the same number of windows: as many as fit whatever offset is drawn. There are
-    # at least `length` offsets if the text has two windows, so a window may begin at any token.
+    # The number of windows is the same for all offsets. `spare` is the largest offset; if the text
+    # has two windows, it is at least `length` - 1, so a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     positions = (divmod(step * size + i, windows) for i in sequences)
@@ -76,7 +75,7 @@ def batch(
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
     source, first = _array(tokens), np.concatenate(starts)
-    # A place takes 8 bytes, and a token of the batch 4, so places are made for few windows at once.
+    # Places take twice the memory of the batch, so they are made for a few windows at a time.
     parts = np.split(first, range(ROWS, len(first), ROWS))
     window = np.arange(length + 1)
     return np.concatenate([_as_int32(source[np.add.outer(part, window)]) for part in parts])
@@ -85,10 +84,10 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns the first tokens' places in the text, of the windows at `places` in the order of an
-    epoch. There are `windows` windows, and `spare` + 1 offsets.
+    """Returns the places in the text at which windows begin. The windows are those at `places` in
+    the random order of an epoch, which has `windows` windows. The offset is from 0 to `spare`.
     """
-    # NumPy promises that raw values of Philox stay the same for good. Its `permutation` may change.
+    # NumPy promises that the raw values of Philox never change; its `permutation` may change.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)
@@ -138,8 +137,8 @@ def held_out_batches(
     length: SupportsIndex,
     limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
-    """Returns the windows of the text in order, `size` at a time, at most `limit` batches. They are
-    the same in every evaluation.
+    """Returns an iterator over batches of the text's windows in order, `size` windows each, and at
+    most `limit` batches. They are the same in every evaluation.
 
     Each token after the first is a target once. Windows at the end that do not fill a batch are
     left out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, for a
@@ -171,7 +170,9 @@ def _array(tokens: Source) -> Source:
 
 
 def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns windows of whole numbers as int32; refuses other types, and numbers too large."""
+    """Returns windows of whole numbers, [rows, length + 1], as int32; refuses other types, other
+    shapes, and numbers that are too large.
+    """
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Manifests list files with their sizes and hashes: a file that differs from what was written is
-found, and named.
+"""Reads and writes manifests, which list files with their sizes and hashes. If a file is missing or
+has changed, an error names it.
 
-A manifest is one line of JSON, and a line with the hash of the first. So a changed bit is noticed,
-in the manifest itself and in the files that it lists.
+A manifest is one line of JSON, followed by a line with the hash of the first. So a changed bit is
+noticed in the manifest itself, and in the files that it lists.
 
-The hash is XXH3 of 128 bits, at 20 GB/s per core (sha256: 2 GB/s). It finds damage, and is no
-signature.
+The hash is XXH3 with 128 bits, at 20 GB/s per core (sha256: 2 GB/s). It finds damage; it does not
+protect against an attacker.
 """
 
 import json
@@ -19,20 +19,22 @@ from typing import Any
 
 from parallax import _files
 
-CHUNK = 1 << 20  # bytes hashed at a time, without Python's lock; they stay in the processor's cache
-THREADS = 4
+CHUNK = 1 << 20  # bytes that are hashed at a time, a part that fits the processor's cache
+THREADS = 4  # threads that hash files; hashing releases Python's lock
 SEAL = 34  # bytes after the line of JSON: a newline, the hash and a newline
-PARTIAL = ".*.partial"  # the names of files that were being written
+PARTIAL = ".*.partial"  # the names of files while they are written
 
 
 class Damaged(ValueError):
-    """A file is missing, or differs in size or bytes from what was written. The message names the
-    file."""
+    """Raised if a file is missing, or if its size or bytes have changed since it was written. The
+    message names the file.
+    """
 
 
 def hasher() -> Any:
-    """Returns an empty hash, with `update` and `hexdigest`. Raises `ImportError` without the extra
-    `data`."""
+    """Returns a new hash object, with the methods `update` and `hexdigest`. Raises `ImportError` if
+    xxhash is not installed.
+    """
     try:
         from xxhash import xxh3_128
     except ImportError as error:
@@ -51,7 +53,7 @@ def hashed(content: Any) -> str:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Stores a record of JSON values at `path`, with its hash. The file appears whole or not at
+    """Stores a record of JSON values at `path`, with its hash. The file appears complete or not at
     all, and survives a power cut.
 
     Raises `ValueError` for a record that is too large for `read`.
@@ -75,11 +77,11 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the record that `write` stored at `path`, an object of JSON. The caller checks its
-    values by `need`.
+    """Returns the record that `write` stored at `path`, a dictionary of JSON values. The caller
+    checks the values with `need`.
 
-    Raises `Damaged` if the file is missing, has changed, is no regular file, has more than
-    `_files.LARGEST` bytes, or holds no such object.
+    Raises `Damaged` if the file is missing, has changed, is not a regular file, is larger than
+    `_files.LARGEST` bytes, or does not hold a JSON object.
     """
     try:
         content = _files.read(path, "a manifest")
@@ -104,10 +106,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def need(condition: object, place: object, what: str, value: object) -> None:
-    """Refuses a value of a manifest with `Damaged` if `condition` is false.
+    """Raises `Damaged` if `condition`, a check of `value`, is false.
 
-    `what` says in words what was needed at `place`: the path of the manifest, and perhaps a name in
-    it.
+    `place` is the path of the manifest, perhaps with the name of an entry, and `what` describes the
+    value that was needed there.
     """
     if not condition:
         shown = (
@@ -122,10 +124,10 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 
 
 def files(path: Path, value: Any) -> dict[str, list]:
-    """Returns `value`, the `files` of a manifest at `path`, after a check.
+    """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
-    It must be as `hashes` returns it: one file or more, each inside the manifest's folder. Raises
-    `Damaged` for anything else.
+    It must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one file, and
+    each file inside the manifest's folder. Raises `Damaged` for anything else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -153,9 +155,9 @@ def is_hash(value: Any) -> bool:
 
 
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
-    """Refuses a record, read at `path`, whose `format` is not `number`.
+    """Checks that the entry `format` of a record, which was read at `path`, is `number`.
 
-    Raises `Damaged` for a value that is no number, and a plain `ValueError` for another number.
+    Raises `Damaged` if the entry is not a number, and a plain `ValueError` if it is another number.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -177,8 +179,8 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuses with `Damaged` any file in `folder` whose hash differs from that in `files`, which
-    has the `[size, hash]` of each file by name, as `hashes` returns them.
+    """Raises `Damaged` if the hash of a file in `folder` differs from the one in `files`, which has
+    the `[size, hash]` of each file by name, as `hashes` returns them.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
@@ -191,11 +193,11 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
-    """Refuses with `Damaged` any file in `folder` that is missing, has another size than in
-    `files`, or is a link to a place outside the folder.
+    """Raises `Damaged` if a file of `files` is missing in `folder`, has another size, or is a link
+    to a place outside the folder.
 
-    `files` has the `[size, hash]` of each file by name, as `hashes` returns them. The sizes are
-    checked before the hashes, since they take no time.
+    `files` has the `[size, hash]` of each file by name, as `hashes` returns them. Check the sizes
+    before the hashes, which take longer.
     """
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
@@ -220,8 +222,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Refuses with `Damaged` any file `among` the paths in `folder` that is not in `files`, the
-    names in the manifest.
+    """Raises `Damaged` if one of the paths `among`, which are in `folder`, is not in `files`, the
+    files of the manifest by name.
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:

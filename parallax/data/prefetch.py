@@ -1,5 +1,6 @@
 """Places batches on the devices: each process reads its own rows, in the background, before they
-are needed."""
+are needed.
+"""
 
 import queue
 import threading
@@ -45,7 +46,9 @@ def placed(
     read = {}
 
     def rows(index):
-        """Returns the rows of one device, read once for each slice."""
+        """Returns the rows of one device, read once for each slice. `index` is the device's part of
+        the array, as a tuple of slices.
+        """
         place = index[0].indices(size)
         if place not in read:
             read[place] = batch(
@@ -57,8 +60,8 @@ def placed(
 
 
 class Prefetched(Generic[Batch]):
-    """An iterator over `make(start)`, ..., `make(stop - 1)`. A thread makes them in advance, up to
-    `ahead` of them.
+    """An iterator over `make(start)`, ..., `make(stop - 1)`. A thread makes up to `ahead` of them
+    in advance.
 
         with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as
         batches:
@@ -66,13 +69,14 @@ class Prefetched(Generic[Batch]):
                 ...
 
     An error of `make` is raised by the `next` that asks for its step. At most `ahead` + 1 batches
-    are in memory. Leaving the block ends the thread, after the batch that it is making.
+    are in memory. At the end of the `with` block the thread ends, after the batch that it is
+    making.
 
     Args:
-        make: returns the batch of a step.
+        make: a function that returns the batch of a step.
         start: the first step.
         stop: the step after the last.
-        ahead: the most batches that wait.
+        ahead: the most batches that are made and not yet used.
 
     Raises:
         ValueError: `ahead` is below 1, or one of the numbers is not whole.
@@ -112,8 +116,8 @@ class Prefetched(Generic[Batch]):
         self._put((None, StopIteration()))
 
     def _put(self, made) -> bool:
-        """Puts a pair into the queue as soon as there is room; returns whether it did before the
-        block was left.
+        """Puts a pair into the queue as soon as there is room. Returns False if the `with` block
+        ended before that.
         """
         while not self._left.is_set():
             try:

@@ -4,8 +4,8 @@ batch reads only its own windows.
     folder/manifest.json    the vocabulary, the type of a token; each shard's tokens, bytes and hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-A shard that is missing, cut short or damaged is refused by name before the first step, and not
-first noticed at step 40,000.
+A shard that is missing, cut short or damaged is refused by name before the first step, not at step
+40,000.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files: `len(shards)`, and `shards[places]`, as if they were one array.
+    """Tokens in several files. `len(shards)` and `shards[places]` are those of one array of all
+    tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. Each
-    file is opened when it is indexed. Indexing raises `IndexError` for a place outside, and the
-    errors of `token_file.File`.
+    file is opened when it is indexed. Indexing raises `IndexError` for a place outside the text,
+    and the errors of `token_file.File`.
 
     Attributes:
         parts: the tokens of each file, in order.
@@ -58,6 +59,7 @@ class Shards:
                 f"got {places.min()} to {places.max()}."
             )
         tokens = np.empty(places.shape, self.parts[0].dtype)
+        # The last part that starts at or before the place.
         part_of_place = np.searchsorted(starts, places, side="right") - 1
         for part in np.unique(part_of_place):
             inside = part_of_place == part
@@ -75,10 +77,10 @@ def write(
     """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each; the
     last file may be shorter.
 
-    One shard and one piece are in memory at a time. The manifest is written last, so a folder whose
-    writing was cut short is refused.
+    One shard and one piece are in memory at a time. The manifest is written last, so `read` refuses
+    a folder that was not written to the end.
 
-    Raises `ValueError` for tokens outside the vocabulary, for no tokens at all, and for a folder
+    Raises `ValueError` for tokens outside the vocabulary, if there are no tokens, and for a folder
     that already has a manifest.
     """
     folder = Path(folder)
@@ -111,10 +113,10 @@ def read(
     check_bytes: bool = True,
 ) -> Shards:
     """Returns the shards that `write` stored in `folder`, after a check of all sizes, and of the
-    bytes of every `processes`-th shard from `rank` on.
+    bytes of shards `rank`, `rank` + `processes`, ...
 
-    So the processes of a job check every byte once before step 0, and one process by itself checks
-    all bytes. A run that is restarted may pass `check_bytes=False`, which checks only sizes.
+    So the processes of a job together check every byte once before step 0, and a single process
+    checks all bytes. A restarted run may pass `check_bytes=False`, which checks only sizes.
 
     Raises:
         manifest.Damaged: a shard or the manifest is missing, or differs from what was written; the
@@ -147,8 +149,9 @@ def read(
 
 
 def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
-    """Returns `value`, the `tokens` of the manifest at `path`: the number of tokens in each file.
-    Refuses numbers that do not agree with the sizes of the files.
+    """Returns `value`, the entry `tokens` of the manifest at `path`: the number of tokens in each
+    file. Raises `Damaged` if the numbers do not agree with the sizes in `files`; `item` is the
+    dtype of a token.
     """
     well_formed = (
         isinstance(value, dict)

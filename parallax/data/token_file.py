@@ -1,8 +1,8 @@
 """Tokens in a file, read when they are indexed: only the tokens of a batch are read.
 
 The file is not mapped into memory. If a mapped file is cut short, the next access ends the process
-by a signal, SIGBUS, without a message. A read of such a file is an ordinary error. Reading a batch
-of 8 windows of 1,024 tokens takes some 90 microseconds, and 22 from a mapped file.
+by a signal, SIGBUS, without a message. A read of such a file raises an ordinary error. To read a
+batch of 8 windows of 1,024 tokens takes about 90 microseconds, and 22 from a mapped file.
 """
 
 import contextlib
@@ -29,16 +29,15 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file: `len(file)`; `file[places]` returns the tokens at these places, and
-    `file[start:stop]` a view.
+    """A text in a file. `file[places]` reads the tokens at these places, `file[start:stop]` is a
+    view, `len(file)` is the number of tokens, and `numpy.asarray(file)` reads the whole text.
 
-    `numpy.asarray(file)` reads the whole text. Places that follow one another are read at once.
+    Consecutive places are read in one call. The file is opened anew each time it is indexed (about
+    10 microseconds), so a text may have more files than a process may hold open.
 
-    The file is opened anew each time it is indexed (some 10 microseconds), so a text may have more
-    files than a process may hold open.
-
-    Raises `IndexError` for a place outside, `manifest.Damaged` if the file has changed since it was
-    made, and `OSError`, with the name of the file, if it cannot be read.
+    Indexing raises `IndexError` for a place outside the text, `manifest.Damaged` if the file has
+    changed since this object was made, and `OSError`, with the name of the file, if it cannot be
+    read.
 
     Attributes:
         path: the path of the file.
@@ -81,7 +80,7 @@ class File:
                 f"got {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1
+        cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # where places stop being consecutive
         with self._open() as descriptor:
             for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
                 self._read(descriptor, into[start:stop], int(flat[start]))
@@ -95,8 +94,8 @@ class File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
-        """Opens the file. Raises `Damaged` at the end if somebody has written to the file since it
-        was checked, so that tokens of a changed file are never returned.
+        """Opens the file, and yields its descriptor. Raises `Damaged` after the `with` block if the
+        file has changed since it was checked, so tokens of a changed file are never returned.
         """
         try:
             with _files.open_file(self.path, "a token file") as file:
@@ -114,8 +113,8 @@ class File:
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with the tokens from place `first` on, as far as the file has them. One
-        system call may read only a part.
+        """Fills `into` with the tokens from place `first` on, or until the file ends. One system
+        call may read only a part of them, so it is repeated.
         """
         left, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while left:
@@ -126,6 +125,6 @@ class File:
 
 
 def state_of(file: int | Path) -> State:
-    """Returns the state of a file, open or not."""
+    """Returns the state of a file, given its path or its open descriptor."""
     status = os.stat(file)
     return State(status.st_size, status.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Token files, read piece by piece, and their two parts, to train on and to hold out.
+"""Writes and reads token files, and splits a text into a part for training and a held-out part.
 
     text.bin         only the tokens: two bytes each, or four if V > 65,536 (nanoGPT's `.bin`)
     text.bin.json    the record: the vocabulary, the type of a token, the size in bytes, the hash
@@ -23,7 +23,9 @@ from parallax.data.token_file import File, state_of
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
 CHUNK = 1 << 19  # tokens checked at a time; an even number
-UPPER = 64  # if tokens of four bytes are read as two, their upper halves are below this number
+# If tokens of four bytes, below 4 million, are read as numbers of two bytes, every second number is
+# below this bound.
+UPPER = 64
 Tokens = Integer[np.ndarray, "_"]  # any number of tokens: train and held_out differ in it
 Text = TypeVar("Text", np.ndarray, File)
 
@@ -47,9 +49,9 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     Each file appears whole or not at all. The record is written last, and an older record is
     removed before the tokens appear. So a record is never next to tokens of another vocabulary.
 
-    Raises `ValueError` for no tokens, and for tokens that are not whole numbers in one dim or are
-    outside the vocabulary. Raises `OSError` if the disk refuses the tokens, as when it is full; the
-    older file is then unchanged.
+    Raises `ValueError` if there are no tokens, or if they are not whole numbers in one dim or are
+    outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example because
+    the disk is full; the older file is then unchanged.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
@@ -89,14 +91,15 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`; they are read when they are indexed.
 
-    A file without a record, which another program wrote, is read as tokens of the vocabulary V.
+    A file without a record, which another program wrote, is read as tokens of a vocabulary of size
+    V.
 
     Args:
         path: the path of the file.
         vocabulary: the vocabulary of the tokenizer that made the tokens.
-        check_bytes: read the file once, and refuse bytes that differ from those written, and
-            numbers outside the vocabulary. A run that is restarted may pass `False`: then only the
-            record and the size are checked.
+        check_bytes: whether to read the file once, and to check its hash and that all numbers are
+            in the vocabulary. A restarted run may pass `False`: then only the record and the size
+            are checked.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -133,15 +136,16 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     """Reads `file` once, and refuses bytes with another hash, and numbers outside the vocabulary.
 
-    Without a stored hash nothing says how many bytes a token has. A file in which every second
-    number is 0 is then refused, since it holds tokens of four bytes. A file in which every second
-    number is below `UPPER` and others are far above is refused too: the small numbers are the upper
-    halves of tokens from a vocabulary of up to 4 million.
+    Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
+    read as numbers of two bytes. A file in which every second number is 0 is then refused, because
+    these numbers are the upper halves of tokens. A file in which every second number is below
+    `UPPER` and others are far above is refused for the same reason: V may be up to 4 million.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
         ValueError: the file holds a number that is no token of the vocabulary.
     """
+    # high: the largest number; upper: the largest at odd places, where upper halves would be.
     digest, high, upper = manifest.hasher(), 0, 0
     for part in _chunks(file):
         digest.update(part.data)
@@ -151,11 +155,12 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
             f"{file.path}: needed the hash {stored[:12]}..., the file has other bytes. It is "
             f"damaged."
         )
-    if high >= vocabulary:
+    if high >= vocabulary:  # `check` raises an error with the place of the first such number
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
-    doubled = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
-    if not stored and doubled and len(file) % 2 == 0 and len(file) >= 32:
+    four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
+    # With fewer than 32 numbers, small odd ones could be chance.
+    if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
             f"but every second one is {upper} or less, and others up to {high}, as in a file of "
@@ -164,11 +169,11 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """Returns `(train, held_out)`: views of the first tokens and of the last ones. `held_out` is
-    the share of the last ones, a fraction.
+    """Returns `(train, held_out)`, views of the first tokens and of the last tokens. `held_out` is
+    the fraction of the tokens that is held out.
 
-    The text is cut at one place, so that no held-out sentence has neighbours in training. Raises
-    `ValueError` if one side would have no token.
+    The text is cut at one place only, so held-out sentences are not next to training sentences.
+    Raises `ValueError` if one side would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
@@ -185,8 +190,8 @@ def record_of(path: Path) -> Path:
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """Returns the type of a stored token: two bytes, or four if V > 65,536. Raises `ValueError` for
-    an impossible V.
+    """Returns the dtype of a stored token: two bytes, or four if V > 65,536. Raises `ValueError` if
+    V is not from 1 to 2^31.
     """
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
@@ -198,10 +203,10 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 
 
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
-    """Refuses with a `ValueError` numbers that are no tokens of the vocabulary.
+    """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to V - 1.
 
-    `where` begins the message. `first` is the index of the first token in the text, for a text that
-    is checked in parts.
+    The message begins with `where`. For a text that is checked in parts, `first` is the index of
+    the part's first token in the text.
     """
     (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
@@ -221,13 +226,13 @@ def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: i
 
 
 def header(vocabulary: int) -> dict[str, Any]:
-    """Returns the first entries of records, and of the manifests of `shards`."""
+    """Returns the entries that the record of a token file and the manifest of `shards` share."""
     dtype = stored_as(vocabulary).name
     return {"format": FORMAT, "vocabulary": vocabulary, "dtype": dtype}
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Refuses with a `ValueError` a record of another format, vocabulary or type of token.
+    """Raises `ValueError` if a record has another format, vocabulary or type of token.
 
     `place` is the path of the record, and `tokens` the path of its tokens.
     """
@@ -268,7 +273,7 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turns an `OSError` raised inside into one whose message names `path`."""
+    """Replaces an `OSError` of the `with` block by one whose message names `path`."""
     try:
         yield
     except OSError as error:

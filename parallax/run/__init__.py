@@ -1,6 +1,6 @@
-"""Runs that outlive what goes wrong: many processes as one job, a lock on the folder, checkpoints,
-copies compared, a watchdog, and what a loop measures. Each module is imported when it is first
-asked for: `job` and `lock` work before JAX is imported.
+"""The parts of a run that survives faults: many processes as one job, a lock on the folder,
+checkpoints, a comparison of replicas, a watchdog, and metrics. Each module is imported at its first
+use, so that `job` and `lock` work before JAX is imported.
 """
 
 from importlib import import_module
@@ -41,6 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a module of this package at its first use."""
     if name in __all__:
         return import_module(f"parallax.run.{name}")
     raise AttributeError(f"module 'parallax.run' has no attribute {name!r}")

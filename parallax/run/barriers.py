@@ -1,8 +1,8 @@
-"""Work in stages that either all processes end well, or none: each process learns whether the
-others did, and whether all try again.
+"""Work in stages that succeed on all processes or count as failed on all. After each stage every
+process learns whether all succeeded, and if not, whether all try again.
 
-Processes meet at barriers of JAX's coordinator, not in a collective. So stages may run in the
-background, no device waits, and a stage may take as long as it needs.
+Processes meet at barriers of JAX's coordination service, not in a collective. So stages may run in
+the background, no device waits, and a stage may take as long as it needs.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 
 LONG = 86_400.0  # seconds that one process may work while the others wait for it
-SOON = 30.0  # seconds in which every process comes to the next barrier, once all ended a stage
+SOON = 30.0  # seconds to wait at the barriers after a stage, to which all processes come at once
 
-# Errors of the storage that may go away by themselves. None comes from a mistake in a program.
+# Errors of the storage that may go away by themselves. A mistake in a program causes none of them.
 TRANSIENT = {
     *(
         errno.EIO,
@@ -68,7 +68,7 @@ class Stages:
         meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a stage that did not end well, whether all of its errors are transient.
+        again: after a stage that failed, whether the errors of all processes are transient.
     """
 
     def __init__(self, name: str, meet: Meet):
@@ -76,17 +76,17 @@ class Stages:
         self._number, self._over = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Waits until all processes have ended this stage.
+        """Waits until all processes have ended this stage, and returns if all succeeded.
 
-        A barrier carries no message, so processes answer by coming or staying away. A process with
-        an error does not come to the barrier "well". If its error is not transient, it does not
-        come to the barrier "again" either.
+        A barrier carries no message, so a process answers by whether it comes. A process with an
+        error does not come to the barrier "well", where the others then wait in vain. If its error
+        is not transient, it does not come to the barrier "again" either.
 
         Args:
-            error: the reason why this process did not end the stage well, or None; it is raised.
+            error: the error of this process in the stage, or None; it is raised.
 
         Raises:
-            Elsewhere: this process ended the stage well, and another one did not.
+            Elsewhere: this process succeeded, and another one failed.
             jax.errors.JaxRuntimeError: a process is gone.
         """
         self._number += 1
@@ -100,9 +100,8 @@ class Stages:
         if error is None and self._met("well", SOON):
             return
         self._over = True
-        self.again = (error is None or transient(error)) and self._met(
-            "again", 3 * SOON
-        )  # some come from the line above
+        # Longer than SOON: the processes that succeeded come here only after their wait at "well".
+        self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
@@ -116,10 +115,10 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Returns whether to try again after `error`, which this process or `end` raised. All
-        processes get the same answer.
+        """Returns whether to try again after `error`, an error of this process's work or of `end`.
+        All processes get the same answer.
         """
-        if not self._over:
+        if not self._over:  # the work failed, and `end` was not called: tell the others
             with contextlib.suppress(Exception):
                 self.end(error)
         return self.again

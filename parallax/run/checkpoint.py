@@ -1,19 +1,19 @@
 """Checkpoints that can be trusted: Orbax writes the arrays, and a manifest with a hash of every
 file says what was written.
 
-Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder; it does
-not notice a bit that turned. Here a checkpoint counts only with its manifest, which is written
-last. What fails its check is refused by name, the newest good one is restored, and nothing good is
-ever replaced by something worse. A state that is not finite is neither stored nor restored:
+Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but it
+does not notice a changed bit. Here a checkpoint counts only with its manifest, which is written
+last. A checkpoint that fails its check is refused with a message, and the newest good one is
+restored. A state that is not finite is neither stored nor restored:
 
     folder/00000100/arrays/...       Orbax's files
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
                                      arrays; written first
     folder/00000100/manifest.json    the same, with the size and hash of every file; written last
-    folder/newest.json               the newest step ever finished: no run begins again unseen
+    folder/newest.json               the newest step that was ever finished: if all checkpoints are
+                                     gone, a run does not silently begin again
 
-The arrays are stored by their path in the tree, whole, whatever mesh they came from, and come back
-in the shardings asked for.
+The arrays are stored whole, by their path in the tree, so they can be restored to any mesh.
 """
 
 import itertools
@@ -39,24 +39,25 @@ from parallax.run.retention import NEWEST, Retention
 from parallax.run.writer import Writer, orbax
 from parallax.trees import DiskForm
 
-NONE = -1  # no checkpoint, where a step is told to other processes
-TOLD = 1000  # bytes of what one process tells the others
-_made = itertools.count()  # `Checkpoints`, in the same order on all processes
+NONE = -1  # in place of a step that the first process sends to the others: no checkpoint
+TOLD = 1000  # bytes of an error that one process sends to the others
+_made = itertools.count()  # numbers the `Checkpoints` that are made, alike on all processes
 
 
 class Refused(ValueError):
-    """The folder holds checkpoints, and none may be restored. The message names each with its
-    reason."""
+    """Raised if the folder holds checkpoints, and none may be restored. The message names each
+    checkpoint with the reason.
+    """
 
 
 class Restored(NamedTuple):
     """A checkpoint that was restored.
 
     Attributes:
-        step: its number.
-        state: as asked for: the tree, shapes, dtypes and shardings of `like`.
+        step: the number of the step.
+        state: the state, with the tree, shapes, dtypes and shardings of `like`.
         note: the JSON values that were saved with it.
-        refused: why newer ones were not restored, by step.
+        refused: the reason why each newer checkpoint was not restored, by step.
     """
 
     step: int
@@ -66,8 +67,8 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder that all processes see. Every process makes the
-    same calls.
+    """Saves and restores the checkpoints of one run, in one folder that all processes see. Every
+    process makes the same calls.
 
         with Checkpoints(folder, settings={"width": 128, "seed": 0}) as checkpoints:
             restored = checkpoints.restore(state)          # None: the folder is new
@@ -75,31 +76,33 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install -e ".[checkpoint]"`. From `with` on, the folder is this run's alone: another
-    one that wants to write is refused with `lock.Held`. Reading needs no lock, and no `with`.
+    Needs `pip install -e ".[checkpoint]"`. Inside `with`, the run holds the lock on the folder, and
+    another run that wants to write there is refused with `lock.Held`. Reading needs no lock, and no
+    `with`.
 
     Args:
-        folder: is made where it is missing.
-        settings: what the run's numbers depend on (not its layout), as JSON values. A checkpoint
-            with other settings is another run's and is refused, with what differs.
-        lose_at_most: steps that a job killed at any moment may have to compute again. A save takes
-            its time beside the steps, so one begins every half of these, and ends before the next
-            begins.
+        folder: the folder of the checkpoints; it is made if it is missing.
+        settings: the settings that the run's numbers depend on (not its layout), as JSON values. A
+            checkpoint with other settings belongs to another run and is refused; the message names
+            the differences.
+        lose_at_most: the most steps that must be computed again if the job is killed at any moment.
+            A save runs in the background, so one begins every `lose_at_most` / 2 steps, and must
+            end before the next begins.
         keep: which of the finished checkpoints stay.
-        form: the form that all layouts share, in which a state is stored. None stores the state as
-            it is. For a pipeline, the one that joins the blocks of its chunks, as `decoder.stored`
-            gives it.
-        finite: which arrays must be finite, by their path: no others are stored or restored. By
-            default all; a mask of -inf, or an optimizer's best value that begins at inf, may be
-            left out.
-        tries: how often a save is tried where the storage fails for a while (no space, no
-            permission, an error of the disk or of the network): after 1 s, and each time after
-            twice as long, beside the steps; 8 take two minutes. Until a save is finished each
-            process keeps its blocks in the host's memory for that; with 1 it does not.
-        say: prints a line on the first process, or on the one that met an error.
+        form: the form in which a state is stored, which all layouts share; None stores the state
+            unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
+            chunks.
+        finite: a function from the path of an array to whether the array must be finite. By default
+            all must be. Leave out, for example, a mask of -inf, or an optimizer's best value that
+            begins at inf.
+        tries: how often a save is tried if the storage fails for a while (no space, no permission,
+            an error of the disk or of the network). The first pause is 1 s, and each further one is
+            twice as long, while the run goes on; 8 tries take two minutes. Until the save is
+            finished, each process keeps a copy of its blocks in the host's memory; not with 1 try.
+        say: prints a line on the first process, or on a process with an error.
 
     Raises:
-        ValueError: a number of `keep`, or `tries`, is below 1, or `lose_at_most` below 2.
+        ValueError: a number of `keep`, or `tries`, is below 1, or `lose_at_most` is below 2.
         ImportError: Orbax is not installed.
     """
 
@@ -133,9 +136,10 @@ class Checkpoints:
         self._say = say if jax.process_index() == 0 else lambda line: None
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
-        manifest.hasher()  # it must be installed
+        manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
+            """Moves a bad checkpoint of `step` aside. `refused` is read at the call: it changes."""
             retention.make_room(self.folder, step, self.settings, self.refused)
 
         self._writer = Writer(
@@ -154,8 +158,8 @@ class Checkpoints:
             if kind is None:
                 self.wait()
         finally:
-            # After an error a writer may hang for its peers: whoever ends the process ends it too,
-            # and its lock. Until then the folder stays this run's, which may come back to it.
+            # After an error the writer may wait forever for other processes. Then the lock stays
+            # until the process ends, so that no other run writes beside this writer.
             if self._lock is not None and not self.saving():
                 self._lock.release()
                 self._lock = None
@@ -163,8 +167,9 @@ class Checkpoints:
     # Saving
 
     def due(self, step: int) -> bool:
-        """Returns whether a save should begin after `step`, for no kill to lose more than
-        `lose_at_most` steps."""
+        """Returns whether a save should begin after `step`, so that a kill never loses more than
+        `lose_at_most` steps.
+        """
         return step % (self.lose_at_most // 2) == 0
 
     def save(
@@ -175,92 +180,100 @@ class Checkpoints:
         *,
         evaluated: float | None = None,
     ) -> None:
-        """Stores `state` as the checkpoint of `step`, in the background: it may be donated as soon
-        as this returns.
+        """Stores `state` as the checkpoint of `step`, in the background. The state may be donated
+        as soon as the call returns.
 
-        Waits for the save before it. What went wrong in the background is raised by the next
-        `save`, `check` or `wait`.
+        The call first waits for the last save to end. An error in the background is raised by the
+        next `save`, `check` or `wait`.
 
         Args:
-            state: arrays (one of them has a size above zero), random keys and plain numbers are
-                stored; the rest (functions, flags of a module) is not, and comes from the state
-                that `restore` is given.
-            note: JSON values to come back with the state, such as the counts of the loop.
-            evaluated: a loss that was measured of this state, on held-out data. The newest
-                checkpoint with one that is finite stays until there is a newer one.
+            state: the state. Its arrays (at least one of a size above zero), random keys and plain
+                numbers are stored. Other leaves, such as functions, are not stored; `restore` takes
+                them from its argument `like`.
+            note: JSON values that `restore` returns with the state, such as counts of the loop.
+            evaluated: the loss of this state on held-out data, if it was measured. The newest
+                checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
             ValueError: an array is not finite; or the folder holds a finished checkpoint of this
                 step or of a later one, and it was not refused.
-            OSError: the disk is full, say; the message names the folder and the newest good
-                checkpoint.
+            OSError: the storage failed, for example because the disk is full. The message names the
+                folder and the newest good checkpoint.
         """
         self.wait()
         arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
-        # The devices look for nan and inf while Orbax begins to write, when the cores are idle.
+        # The devices search for nan and inf while Orbax begins to write.
         lost = self._lost(arrays)
-        # A copy of the note: the writer's thread reads it later, and the caller may change it.
+        # A copy of the note: the writer's thread reads it later, when the caller may have changed
+        # it.
         noted = json.loads(json.dumps(dict(note or {})))
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-        none = stored.empty(plain)
+        empty = stored.empty(plain)  # arrays of size zero, which Orbax does not store
         self._writer.write(
-            record, {name: leaf for name, leaf in plain.items() if name not in none}, lost
+            record, {name: leaf for name, leaf in plain.items() if name not in empty}, lost
         )
 
     def saving(self) -> bool:
-        """Returns whether a save goes on in the background."""
+        """Returns whether a save is running in the background."""
         return self._writer.busy()
 
     def check(self) -> None:
-        """Raises what went wrong in the background; costs nothing, so call it every step."""
+        """Raises the error of a save in the background, if there was one. It costs almost nothing,
+        so call it at every step.
+        """
         self._writer.check()
 
     def wait(self) -> None:
-        """Waits until the last save is finished, with its manifest. Raises what went wrong in it,
-        as `check` does."""
+        """Waits until the last save is finished, with its manifest. Raises its error, as `check`
+        does.
+        """
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
+        """Forgets that the checkpoint of `step` was refused, since there is a new one, and removes
+        old checkpoints. The writer calls it after it has finished a checkpoint.
+        """
         self.refused.pop(step, None)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
-        """Starts to look for nan and inf in the arrays that must be finite; returns a function that
-        waits for the result, the names of the arrays that have any.
+        """Starts to search the arrays that must be finite for nan and inf. Returns a function that
+        waits for the search, and returns the names of the arrays that have any.
         """
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
 
     # Restoring
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, oldest first: those with a manifest,
-        whatever it says."""
+        """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which
+        is not read.
+        """
         return retention.finished(self.folder)
 
     def restore(self, like: PyTree, *, before: int | None = None) -> Restored | None:
-        """Returns the newest good checkpoint of this run, or `None` where the folder never held a
+        """Returns the newest good checkpoint of this run, or `None` if the folder never held a
         finished one.
 
-        All files are checked against the manifest before an array is read (20 GB/s a core), a share
-        of them by each process. That may take as long as it takes: no device waits meanwhile.
+        All files are checked against the manifest before an array is read, at about 20 GB/s per
+        core; each process checks a share of them. No device and no collective waits meanwhile.
 
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
-            before: pass over the checkpoints of this step and later ones, where there is an earlier
-                one; the run then goes on behind them, and they go as it does.
+            before: if there is a checkpoint of an earlier step than this one, pass over this step
+                and later ones. They are removed while the run goes on from the earlier step.
 
         Raises:
-            Refused: there were checkpoints, and none is good; the message says of each why. So no
-                run starts again unnoticed.
-            ValueError: the checkpoint is good, and its arrays are not those of `like`; the message
+            Refused: there were checkpoints, and none is good; the message gives the reason for
+                each. So a run does not start from the beginning unnoticed.
+            ValueError: the checkpoint is good, but its arrays are not those of `like`; the message
                 names the leaf.
         """
         self.wait()
-        self.refused = {}
+        self.refused = {}  # a file that could not be read before may be readable now
         if before is not None and any(step < before for step in self.steps()):
             asked = f"a checkpoint from before step {before} was asked for"
             later = (step for step in retention.seen(self.folder)[0] if step >= before)
@@ -286,7 +299,7 @@ class Checkpoints:
             )
 
     def _of_first(self, step: int) -> int:
-        """Returns the step that the first process gives, on all processes."""
+        """Returns the first process's `step` on all processes."""
         # The first process may look at files for a long time. The others wait for it at this
         # barrier: a collective would hold their devices, and may have a deadline.
         self._come()
@@ -297,17 +310,18 @@ class Checkpoints:
         )
 
     def _come(self) -> None:
-        """Waits at a barrier until all processes have come here, for up to a day. The collective
-        that follows then takes no time.
+        """Waits at a barrier, for up to a day, until all processes have come here. A collective
+        after it is then short, and does not meet a deadline.
         """
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """Returns the first fault in the files of a checkpoint, or None, on all processes; each
-        process hashes its share of the files.
+        """Returns the first fault in the files of a checkpoint, or None, alike on all processes.
+        Each process hashes its share of the files.
         """
+        # Sorted by size, so that the shares have about equally many bytes.
         by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -318,6 +332,7 @@ class Checkpoints:
             found = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
             self._come()
+            # All processes send texts of equal size; the first that is not blank counts.
             told = multihost_utils.process_allgather(
                 np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8)
             )
@@ -328,13 +343,14 @@ class Checkpoints:
         return {"": None, "damaged": manifest.Damaged(words), "unread": ValueError(words)}[kind]
 
     def _refuse(self, step: int, why: ValueError) -> None:
-        """Notes that the checkpoint of a step is not restored, and prints why."""
+        """Notes that the checkpoint of `step` is refused, and prints the reason."""
         self.refused[step] = why
         self._say(f"refused the checkpoint of step {step}: {why}")
 
     def _newest_good(self) -> int:
-        """Returns the newest step whose checkpoint is good by its names and sizes, and was not
-        refused. Newer ones are refused. Returns `NONE` if the folder never held a checkpoint.
+        """Returns the newest step that is not refused and whose files have the right names and
+        sizes; newer checkpoints are then refused. Returns `NONE` if the folder never held a
+        finished checkpoint, and raises `Refused` if it has none that is good.
         """
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
@@ -387,10 +403,10 @@ class Checkpoints:
                 "code a static field."
             )
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
-        none = stored.empty(template)  # arrays of size zero, which Orbax does not store
-        template = {name: leaf for name, leaf in template.items() if name not in none}
+        empty = stored.empty(template)  # arrays of size zero, which Orbax does not store
+        template = {name: leaf for name, leaf in template.items() if name not in empty}
         shardings = orbax().checkpoint_utils.construct_restore_args(template)
-        found = none | self._writer.arrays.restore(
+        found = empty | self._writer.arrays.restore(
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
         self._come()
@@ -405,8 +421,10 @@ class Checkpoints:
         return stored.placed(self.form.from_disk, state, like)
 
     def _path(self, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`."""
         return retention.path_of(self.folder, step)
 
 
 def _unreadable(error: OSError, path: Path) -> str:
+    """Returns the sentence that says which file, in `path` or `path` itself, cannot be read."""
     return f"{error.filename or path}: it cannot be read; {error.strerror}."

@@ -1,5 +1,5 @@
-"""Copies compared on the devices that hold them: a bit that changed in one copy is found, with the
-leaf and the device.
+"""Compares the copies of replicated arrays, on the devices that hold them. If a bit changed in one
+copy, the leaf and the device are named.
 
     for i in range(first + 1, steps + 1):
         state, info = train(state, batch)
@@ -7,14 +7,14 @@ leaf and the device.
             fingerprint.check(i, state)            # raises CopiesDiffer, on all processes alike
 
 A parameter that all replicas hold must have the same bits on all of them. If it does not, something
-is broken: a memory, an arithmetic unit, a link, or a program. Nothing else notices the difference,
-since JAX reads one copy and takes it for all.
+is broken: a memory, an arithmetic unit, a link, or a program. No other check notices the
+difference, since JAX reads one copy and assumes that the others are equal.
 
-Each device makes two words of 32 bits from each of its own blocks. One gather sends the words of
-all devices to all devices, and every device compares those that should be equal: along the mesh
-axes that do not split the leaf. The check is a program of its own beside the step, so a step
-without a check costs nothing and compiles as before. The check reads the state once, and sends 8
-bytes per leaf.
+Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
+words of all devices to all devices. Every device then compares the words of copies: of devices
+along the mesh axes that do not split the leaf. The check is a separate program, so a step without a
+check costs nothing and compiles as before. The check reads the state once, and sends 8 bytes per
+leaf.
 
 An array cannot be compared if each device has another block of it; `uncompared` names such arrays.
 With ZeRO they are in the optimizer's state, and in stage 3 also among the parameters.
@@ -39,7 +39,7 @@ from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axis_size, replicated, varying
 
-WORDS = 2  # of 32 bits, for each leaf
+WORDS = 2  # words of 32 bits in a checksum
 
 
 class Differs(NamedTuple):
@@ -51,8 +51,8 @@ class Differs(NamedTuple):
         process: the process that the device belongs to.
         alike: the number of devices with the same bits as this one, itself included.
         copies: the number of devices that should all hold the same bits.
-        outvoted: whether one other version of the bits is on more devices than any version. If not,
-            it is not known which version is right, and all devices are named.
+        outvoted: whether other bits are on more devices than any other version, and so probably
+            right. If not, it is not known which version is right, and all devices are named.
     """
 
     leaf: str
@@ -159,7 +159,8 @@ def compared(
         ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
     """
     axis = Axis.of(axis)
-    names, sizes = axes(axis.names), tuple(axis_size(name) for name in axes(axis.names))
+    names = axes(axis.names)
+    sizes = tuple(axis_size(name) for name in names)
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     leaf_specs = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
     if not leaves or len(leaf_specs) != len(leaves):
@@ -168,9 +169,10 @@ def compared(
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
             "Use the specs of rules.specs or step.init."
         )
-    # Typed as varying: a type that says that replicas are equal would let JAX read one of them.
+    # Typed as varying: if the type said that replicas are equal, JAX could read just one of them.
     local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
     words = replicated(axis.all_gather(local_words), names).reshape(*sizes, len(leaves), WORDS)
+    # The numbers of the leaves, by the dims of `words` (mesh axes) along which they are copies.
     leaves_along: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, spec in enumerate(leaf_specs):
         along = tuple(dim for dim, name in enumerate(names) if name not in _split(spec))
@@ -211,9 +213,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         for dim, stride in enumerate(strides)
     ]
     place = sum(parts, jnp.zeros(bits.shape, jnp.uint32))
-    mixed = _mixed(
-        bits ^ place * np.uint32(0x9E3779B9)
-    )  # 2^32 over the golden ratio: near places are far apart in bits
+    # 2^32 over the golden ratio: the products of neighbouring places differ in many bits.
+    mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
 
     # One reduction for both words: two reductions would each store an array as large as `x` on a
@@ -336,6 +337,7 @@ def _program(
     """Returns whether all copies are equal, and the words [*mesh, leaves, words] of all devices."""
 
     def local(*blocks):
+        """Returns the results of `compared` for this device's blocks."""
         return compared(blocks, specs, over.axis_names)
 
     return mesh.spmd(local, mesh=over, in_specs=specs, out_specs=PartitionSpec())(*leaves)

@@ -1,4 +1,6 @@
-"""One process of a job, and how it ends. JAX is not imported here."""
+"""`Job`, which is one process of a job of several, and functions that end the process. JAX is not
+imported here.
+"""
 
 import contextlib
 import dataclasses
@@ -9,7 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 FAILED = 1  # the exit code of a process that raised, lost its peers, or hung
-REFUSED = 2  # the exit code of a process that was started wrongly, and has changed nothing
+REFUSED = 2  # the exit code of a process with wrong arguments or inputs, which changed nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +38,10 @@ class Job:
 
 
 def end(message: str, code: int = FAILED) -> NoReturn:
-    """Prints `message` and ends the process at once, with no exit handler.
+    """Prints `message` and ends the process at once, without exit handlers, which could wait for
+    other processes.
 
-    One write keeps the lines of several processes apart.
+    The message is one write, so that the lines of several processes do not mix.
     """
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -48,7 +51,9 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
-    """Ends the process at once: the handler for `signals.listening` if there is nothing to save."""
+    """Ends the process at once. It is a handler for `signals.listening`, for when there is nothing
+    to save.
+    """
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
         128 + number,

@@ -1,19 +1,19 @@
 """An exclusive lock on a folder, so that it belongs to one run. The lock ends with the process that
 holds it. JAX is not imported here, so that a second run is refused within a second.
 
-    claim = lock.take("out/run")       # raises `Held`, with the host and the process of its run
+    claim = lock.take("out/run")       # raises `Held`, with the host and process of the other run
     ...
-    claim.release()                    # or the process ends, however it does
+    claim.release()                    # also at the end of the process, of any kind
 
 The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel releases it when
-the process is gone, also after kill -9. The file may stay; it then means nothing, and the next run
-takes it over. Readers need no lock.
+the process is gone, also after kill -9. The file may then be left behind, and the next run takes it
+over. Readers need no lock.
 
 On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
 CephFS, GPFS, SMB and Lustre mounted with `flock` hold it for all machines. If a machine dies, it
 keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`, and
 BeeGFS by default, hold the lock only for the processes of one machine. On a file system without
-locks a line is printed, and nothing keeps a second run out.
+locks, a line is printed, and nothing keeps a second run out.
 """
 
 import atexit
@@ -31,9 +31,9 @@ from typing import Any
 from parallax import _files
 
 FILE = ".lock"
-# A try fails if another run releases the lock meanwhile, and removes its file or empty folder.
+# `take` tries again if another run releases its lock meanwhile, and removes the folder or file.
 TRIES = 10
-TOLD = 3.0  # seconds within which a holder writes down who it is
+TOLD = 3.0  # seconds to wait for the record of the process that holds the lock
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -42,7 +42,9 @@ class Held(OSError):
 
 
 class Lock:
-    """The lock on `folder`, as `take` returns it. As a context manager it releases itself."""
+    """The lock on `folder`, as `take` returns it; as a context manager, it is released at the end
+    of the block.
+    """
 
     def __init__(self, folder: Path, file_lock: Any, created: list[Path]):
         self.folder, self._file_lock, self._created = folder, file_lock, created
@@ -55,13 +57,13 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Releases the folder. Removes the lock's file, and those folders that `take` made and that
-        are empty.
+        """Releases the lock. Removes its file, and the folders that `take` made if they are still
+        empty.
         """
         atexit.unregister(self.release)
         if self._file_lock.is_locked:
             with contextlib.suppress(OSError):
-                (self.folder / FILE).unlink()  # while nobody else can hold it
+                (self.folder / FILE).unlink()  # before the release: another run may lock it then
             self._file_lock.release()
         _remove(self._created)
         self._created = []
@@ -114,7 +116,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
             return Lock(folder, file_lock, created)
         _remove(created)
         reason = error.strerror
-        if error.errno == errno.ELOOP:  # the file behind the link is no run's, and stays as it is
+        if error.errno == errno.ELOOP:  # the lock's file is a link: it may lead to a user's file
             reason = f"{FILE} there is a link, and a lock is a file"
         raise OSError(
             f"{folder}: needed a folder to write to; {reason}. Choose another one."
@@ -131,14 +133,16 @@ def _make(folder: Path, created: list[Path]) -> None:
 
 
 def _remove(created: list[Path]) -> None:
-    """Removes the folders that are empty."""
+    """Removes those of the folders that are empty, the innermost first."""
     for path in reversed(created):
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def _sign(path: Path, descriptor: int) -> None:
-    """Writes the host and the process that hold the lock into its file."""
+    """Writes the host and the process that hold the lock into its open file. If that fails, it
+    removes the file, whose old record would name another run.
+    """
     record = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -159,9 +163,7 @@ def _holder(folder: Path) -> str:
     """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
-        time.sleep(
-            0.02
-        )  # a run that has just begun takes this long to replace what the last one wrote
+        time.sleep(0.02)  # a new holder needs this long to replace the record of the last one
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(_files.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"

@@ -1,7 +1,7 @@
-"""Parts of a training loop that survives faults: they count the steps that were not finite, measure
-the seconds, and write the metrics.
+"""Parts of a training loop that survives faults: `Skipped` counts the steps that were not finite,
+`Clock` measures the seconds, and a sink such as `jsonl` writes the metrics.
 
-The parts do not depend on each other; your own loop takes those that it needs.
+The parts do not depend on each other; use the ones that your loop needs.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from parallax.step import Info
 
 
 class OverBudget(RuntimeError):
-    """More steps were not finite than the run allows."""
+    """Raised when more steps were not finite than the run allows."""
 
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the steps that `step.make` skipped, since they were not finite, against a budget.
+    """Counts the steps that `step.make` skipped because they were not finite, against a budget.
 
     With a loss scale, a step that overflows shows that the scale was too large, and the scale is
     lowered. Only an overflow at the smallest scale counts.
 
     Args:
         budget: the number of steps that may be skipped in a run.
-        steps: the steps that were skipped, oldest first; a run that is resumed passes those of the
-            checkpoint's note.
+        steps: the steps that were skipped so far, oldest first; a resumed run passes those that it
+            stored in the checkpoint's note.
     """
 
     budget: int
@@ -54,6 +54,7 @@ class Skipped:
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False
+        # The scale was too large and is lowered; this is normal, and no failure of the run.
         if scale is not None and before > precision.LEAST:
             return True
         loss, norm = float(info.loss), float(info.gradient_norm)
@@ -84,8 +85,9 @@ class Clock:
         with clock("steps"):
             ...
 
-    Put `clock.note()` into each checkpoint. A run that is resumed starts with these seconds. So the
-    steps after the checkpoint, which were lost, and the time until the restart are not productive.
+    Put `clock.note()` into each checkpoint, and pass it as `note` when the run is resumed. The
+    steps after the checkpoint, which were lost, and the time until the restart then count as not
+    productive.
 
     Args:
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
@@ -104,7 +106,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Counts the seconds inside as `name`, unless an error is raised inside."""
+        """Adds the seconds of the `with` block to `name`, unless the block raises an error."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -117,7 +119,8 @@ class Clock:
     def goodput(self) -> float:
         """Returns productive seconds over all seconds since the run first began, from 0 to 1.
 
-        If the system's clock was set back, the counted seconds are taken as all seconds.
+        If the system's clock was set back, the sum of the counted seconds is larger, and is taken
+        as all seconds.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -135,8 +138,8 @@ def recorded(
 ) -> list[dict[str, Any]]:
     """Returns the records that `jsonl` wrote to a file, oldest first; none if there is no file.
 
-    A line that is no record, such as one that a crash cut short or filled with zeros, is passed
-    over; `say` gets the number of such lines.
+    A line that is not a record, such as one that a crash cut short or filled with zeros, is left
+    out; `say` is called with the number of such lines.
     """
     path, records, others = Path(path), [], 0
     if not path.exists():
@@ -162,19 +165,19 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """Returns a sink that appends `{"step": ..., ...}` lines to a file. When a call returns, the
-    operating system has the line.
+    """Returns a sink that appends one line `{"step": ..., ...}` per call to a file. When a call
+    returns, the operating system has the line.
 
     If the storage fails for a while, lines wait in memory, and are written with the first line that
-    the storage takes again.
+    can be written again.
 
     Args:
         path: the file.
-        after: the lines of an earlier session up to this step are kept; later ones are dropped,
-            since their steps are computed again.
-        say: prints a line if an earlier session left lines that are not whole, which are removed;
-            and if lines wait.
-        patience: the seconds for which lines may wait. After them the sink raises `OSError`.
+        after: lines of an earlier session are kept up to this step; later lines are removed,
+            because their steps are computed again.
+        say: prints a message if an earlier session left incomplete lines, which are removed, or if
+            lines wait.
+        patience: the seconds that lines may wait; after that the sink raises `OSError`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,12 +229,12 @@ def _append(path: Path, text: str) -> None:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """Returns a sink that passes each record to all of `sinks`. Without any it does nothing, as is
-    right on ranks other than 0.
+    """Returns a sink that passes each record to all of `sinks`. Without arguments it does nothing,
+    which is right for ranks other than 0.
     """
 
     def sink(step, values):
-        """Passes one record on."""
+        """Passes the values of one step to all sinks."""
         for one_sink in sinks:
             one_sink(step, values)
 

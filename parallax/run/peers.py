@@ -1,9 +1,9 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
-Each process writes its last phase and a count into the store, twice a second. A process that raises
-an error writes this too, and the others end. If a process waits for too long, `Peers.culprit`
-compares two readings, and names the process that most likely holds up the others. If a process is
-gone, JAX's own heartbeats end the job.
+Each process writes an *entry* into the store twice a second: its last phase, and a count of its
+entries. A process that raises an error writes this too, and the others end. If a process waits too
+long, `Peers.culprit` reads the entries twice, and names the process that most likely holds up the
+others. If a process is gone, JAX's own heartbeats end the job.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ NAMES = (
 
 
 class Peers:
-    """The other processes of a job, from the moment when JAX has connected them.
+    """Tells the other processes of a job about this one, and asks about them. It is made when JAX
+    has connected the processes.
 
     Args:
         job: this process.
@@ -81,7 +82,7 @@ class Peers:
         self._entry |= {"doing": doing, "waits": waits}
 
     def leave(self) -> None:
-        """Says that this process has done its part."""
+        """Tells the others that this process has finished its work."""
         self._entry["left"] = True
         self._write_entry()
 
@@ -91,7 +92,8 @@ class Peers:
         self._thread.join(GRACE)
 
     def tell(self, why: str) -> None:
-        """Tells the others that this process ends, as in `why="raised ValueError"`.
+        """Tells the others that this process ends because of an error, as in `why="raised
+        ValueError"`; they then end too.
 
         Rank 0 waits until they have read it, because JAX's service ends with rank 0.
         """
@@ -110,7 +112,8 @@ class Peers:
         """
 
         def compare() -> str:
-            """Reads the entries twice. An error that a process told comes before any guess."""
+            """Reads the entries twice, and returns an error that a process told, or else a
+            guess."""
             before = self._read(RANKS)
             time.sleep(GRACE)
             raised = list(self._read(RAISED).values())
@@ -118,7 +121,7 @@ class Peers:
             return raised[0] if raised else _likely(before, after, self.job.rank)
 
         words = _within(2 * GRACE, compare)
-        return _silent(self._rank_0) if words is None else words
+        return _silent(self._rank_0) if words is None else words  # None: the store did not answer
 
     def _write_entry(self) -> None:
         """Writes the entry of this process into the store, with the next count."""
@@ -135,7 +138,7 @@ class Peers:
         """Writes this process's entry every `BEAT` seconds, in a thread; ends the process if
         another one raised an error. Rank 0 also names processes that no longer write.
         """
-        # By key, the last count of a process, and the time at which it was first read.
+        # The last count of each process, by its key, and the time when that count was first read.
         heard: dict[str, tuple[int, float]] = {}
         named: set[str] = set()
         while not self._closed.wait(BEAT):
@@ -166,7 +169,7 @@ def job_name() -> str:
 
 
 def _silent(entry: dict[str, Any]) -> str:
-    """Returns the words for a process that no longer writes its entry."""
+    """Returns a message about the process of `entry`, which no longer writes its entry."""
     return (
         f"{entry['who']} sends nothing: it is gone, is stopped, or holds Python's lock; it was "
         f"last {entry['doing']}"
@@ -174,10 +177,11 @@ def _silent(entry: dict[str, Any]) -> str:
 
 
 def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
-    """Returns the words for the process that most likely holds up the others; "" if all wait.
+    """Returns a message about the process that most likely holds up the others; "" if all wait.
 
-    Most likely is one that has left, then one whose count did not change between the readings
-    `before` and `after`, then one in a phase that needs no others. `rank` is this process.
+    The first choice is a process that has left. The second is one whose count is the same in the
+    two readings, `before` and `after`. The third is one in a phase that does not wait for others.
+    `rank` is this process, which is left out.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():

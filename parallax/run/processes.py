@@ -49,29 +49,33 @@ def initialize(
     heartbeat_timeout: int = 60,
     say: Callable[[str], Any] = print,
 ) -> Job:
-    """Connects the processes of a job, once, before any device is used.
+    """Connects the processes of a job, and returns the `Job`. Call it once, before any device is
+    used.
 
-    `jax.distributed.initialize` finds out who started the process: Slurm, Open MPI, Kubernetes or
-    Cloud TPU. For other launchers pass the three arguments, or set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID; `coordinator` alone replaces the address that was found.
-    A process that no launcher started is a job alone, and connects to nothing.
+    `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
+    For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. `coordinator` alone replaces the address that JAX detects.
+    A process that no launcher started is a job of one process, and connects to nothing.
 
     Args:
-        coordinator: `host:port` at which JAX's coordination service of rank 0 listens; with
-            `localhost`, other machines cannot reach it.
+        coordinator: `host:port` at which JAX's coordination service of rank 0 listens. With
+            `localhost`, other machines cannot reach the service.
+        processes: the number of processes of the job.
+        rank: the rank of this process, from 0.
         cpu_devices: the number of virtual CPU devices of the whole job; each process makes its
             share. Other platforms ignore it.
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
-            Open MPI the default is one for each process, its local rank.
-        initialization_timeout: the seconds within which all processes must connect. After them each
-            process that waits prints a message and ends. They count from the start of the process,
-            because the others also wait for slow imports; at least half of them are left for this
-            call.
-        heartbeat_timeout: seconds without a heartbeat after which JAX ends the job.
+            Open MPI the default is one accelerator per process, by its local rank.
+        initialization_timeout: the seconds within which all processes must connect; a process that
+            still waits then prints a message and ends. They count from the start of the process,
+            because the other processes also wait for slow imports; but this call has at least half
+            of them.
+        heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
+        say: prints the number of processes, on rank 0.
 
     Raises:
-        ValueError: some of the three arguments are missing, JAX needs more than the launcher's
-            variables say, or `cpu_devices` does not divide by the processes.
+        ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
+            variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
@@ -87,7 +91,7 @@ def initialize(
                 coordinator_bind_address=coordinator if _is_local(coordinator) else None,
             )
     except ValueError as error:
-        # JAX raises this error if nothing says that there are other processes.
+        # With `ALONE`, JAX has found no launcher: this is a job of one process.
         if coordinator or rank is not None or ALONE not in str(error):
             raise
         connected = False
@@ -112,8 +116,8 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the three arguments, or the values of the three variables. Refuses some of the three
-    without the others.
+    """Returns the coordinator, the number of processes and the rank: the arguments, or else the
+    values of the JAX_... variables. Refuses a number of processes or a rank without the other two.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -139,10 +143,11 @@ def _is_local(coordinator: str | None) -> bool:
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, with its imports; 0 if the system does not tell
-    them.
+    """Returns the seconds since this process began, imports included; 0 if the system does not say
+    (it has no /proc).
     """
     try:
+        # Field 22 of the file is the start in clock ticks after boot; fields 1 and 2 are cut off.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
         return 0.0
@@ -151,8 +156,8 @@ def _age() -> float:
 
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
-    """Prints a message and ends the process if the body is not left `seconds` after the process
-    began.
+    """Prints a message and ends the process if the `with` block has not ended `seconds` after the
+    start of the process. The block has at least half of them.
     """
     timer = threading.Timer(
         max(seconds - _age(), seconds / 2),
@@ -171,18 +176,18 @@ def _start_limit(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-# How it ends
+# The end of a job
 
 
 def run(main: Callable[[], Any], job: Job) -> None:
-    """Calls `main`, and ends this process: with code 0 if `main` returns, with another if it
+    """Calls `main`, and ends this process: with code 0 if `main` returns, with another code if it
     raises.
 
-    The traceback is printed once. No exit handler, barrier or thread is waited for, because each
-    might wait for a process that is gone. The other processes read within two seconds that this one
-    raised an error, and end. A process that fails because another one is gone waits `peers.GRACE`
-    seconds, and names that one. `SystemExit` ends the process with its code and message. If another
-    run holds the folder, one line is printed.
+    After an error, the process prints the traceback, and does not wait for exit handlers, barriers
+    or threads, each of which might wait for a process that is gone. The other processes read within
+    two seconds that this one raised an error, and end. A process that fails because another one is
+    gone waits `peers.GRACE` seconds, and names that one. `SystemExit` ends the process with its
+    code and message. `lock.Held` (another run holds the folder) prints one line.
     """
     several = jax.distributed.is_initialized()
     hear = StopRequest(several).hear if several else interrupted
@@ -200,7 +205,8 @@ def run(main: Callable[[], Any], job: Job) -> None:
     except BaseException as error:
         text = traceback.format_exc()
         if job.peers and of_peers(error):
-            # The launcher's SIGTERM, which JAX's preemption service would swallow.
+            # While this process asks for the culprit, the launcher's SIGTERM must end it; JAX's
+            # preemption service would only note the signal.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             culprit = job.peers.culprit() or "no process is known to be gone"
             text = f"{job.who} lost the other processes, or its devices failed: {culprit}\n{text}"
@@ -210,7 +216,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
 
 
 def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
-    """Prints `message`, tells the other processes `why`, and ends this one."""
+    """Prints `message`, tells the other processes `why` this one ends, and ends it."""
     with contextlib.suppress(OSError):
         os.write(2, message.encode(errors="replace"))
     if job.peers:
@@ -229,8 +235,8 @@ def _shut_down(job: Job) -> None:
 
 
 def of_peers(error: BaseException) -> bool:
-    """Returns whether another process may have caused an error: the error or its cause is a runtime
-    error of JAX.
+    """Returns whether another process may have caused `error`: the error, or an error in its chain
+    of causes, is a runtime error of JAX.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
@@ -241,11 +247,12 @@ def of_peers(error: BaseException) -> bool:
 def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """Returns `prepare()` on all ranks, or ends all ranks if it fails on one.
+    """Returns `prepare()` on all ranks, or ends all ranks if it fails on any rank.
 
-    Use it for checks before the work: every rank may find a wrong flag, or one machine may miss a
-    file. Every rank must call it. The lowest rank with a `ValueError`, an `OSError` or an
-    `ImportError` prints it in one line, and all ranks end with code 2. Other errors are raised.
+    Use it for checks before the work, such as of flags, or of files that one machine may lack.
+    Every rank must call it. If a rank raises a `ValueError`, an `OSError` or an `ImportError`, the
+    lowest such rank prints the error in one line, and all ranks end with code 2. Other errors are
+    raised.
 
     Args:
         prepare: the checks.
@@ -264,14 +271,17 @@ def all_or_none(
     refused()
     if job.rank == ranks[0]:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    # A launcher ends all ranks as soon as one is gone, so they meet before they end.
+    # A launcher kills all ranks as soon as one has ended, so all ranks meet here before they end.
     _shut_down(job)
     end("", REFUSED)
 
 
 class StopRequest:
-    """Whether a signal asked the job to end: a function of the step, with the same answer on all
-    processes.
+    """A function of the step that says whether a signal has asked the job to end. All processes get
+    the same answer.
+
+    Args:
+        several: whether the job has several processes.
 
     Attributes:
         by: the name of the signal.
@@ -305,9 +315,8 @@ class StopRequest:
                 f"at once, with no save."
             )
         if self._several:
-            os.kill(
-                os.getpid(), signal.SIGTERM
-            )  # JAX's preemption service hears it, and tells all processes
+            # JAX's preemption service catches SIGTERM, and tells all processes.
+            os.kill(os.getpid(), signal.SIGTERM)
         self._came.set()
 
 
@@ -323,8 +332,9 @@ def preemption() -> Iterator[StopRequest]:
                     checkpoints.save(i, state); break
 
     In a job of several processes, all must call the function at every step, from the same step on:
-    JAX's preemption service stops all of them after the latest step that one has reached. The
-    service itself catches SIGTERM, from `initialize` on. A second Ctrl-C ends the process at once.
+    JAX's preemption service stops all of them after the latest step that any process has reached.
+    The service itself catches SIGTERM, as soon as `initialize` has run. A second Ctrl-C ends the
+    process at once.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint as a typed record. A malformed manifest is refused when it is read,
-with its name, and the checkpoint is passed over.
+"""`Record`, the contents of a checkpoint's manifest. A malformed manifest is refused when it is
+read, with an error that names it, and the checkpoint is passed over.
 
-contents.json    the record alone, written first, so that a folder says from the start whose it is
+contents.json    the record alone, written first: it says to which run the folder belongs
 manifest.json    the record and, as `files`, the size and hash of every file beside it,
                  contents.json too; written last
 
-Both have the number of their format.
+Both files also have the number of their format.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from parallax.data import manifest
 
 MANIFEST, CONTENTS, ARRAYS = "manifest.json", "contents.json", "arrays"
 FORMAT = 4
-WIDEST, SLACK = 16, 1 << 30  # bytes of the widest number; bytes of a checkpoint beside its arrays
+WIDEST = 16  # bytes of the widest number, a complex128
+SLACK = 1 << 30  # bytes that a checkpoint may have in addition to its arrays
 STEPS = 2**31  # steps are below this number: processes send them to each other as int32
 
 
@@ -47,7 +48,7 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The record as text, in which `1`, `1.0` and `true` differ, unlike in a comparison."""
+        """The record as text, to compare it: unlike in Python, `1`, `1.0` and `true` differ."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -114,15 +115,15 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns more bytes than the files of these arrays can have. A manifest that lists more is
-    refused, so that no endless file is hashed.
+    """Returns a bound on the bytes of a checkpoint's files, from the shapes of its arrays. A
+    manifest that lists more is refused, so that no absurdly large file is hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
     """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if they
-    are none; the message names the first entry that is wrong.
+    are not a valid record; the message names the first wrong entry.
     """
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
@@ -133,7 +134,7 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
         ", ".join(entries) or "none",
     )
     manifest.need(is_step(entries["step"]), f"{path}: step", "a step, from 0 on", entries["step"])
-    for name in FIELDS[1:-1]:
+    for name in FIELDS[1:-1]:  # all but `step` and `evaluated`
         manifest.need(
             isinstance(entries[name], dict), f"{path}: {name}", "an object", entries[name]
         )
@@ -150,8 +151,8 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Refuses a folder that is not the finished checkpoint of `step` of the run with these
-    settings. Only names and sizes are checked, not hashes.
+    """Checks that a folder is the finished checkpoint of `step` of the run with these settings. It
+    checks names and sizes, and not hashes.
 
     Raises:
         manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
@@ -179,8 +180,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Returns the differences between the settings of two runs in words, as in `width=64 (here
-    128)`; an empty text if they agree.
+    """Returns the differences between the settings of another run and of this one as text, such as
+    `width=64 (here 128)`; an empty text if they agree.
     """
     absent = object()
 
@@ -196,9 +197,8 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Refuses with `manifest.Damaged` a folder whose files differ from those listed in `files`, in
-    name or size, and a manifest whose record differs from the one in `contents.json`. The hashes of
-    the files are not checked.
+    """Raises `manifest.Damaged` if the files in a folder differ in name or size from those listed
+    in `files`, or if the record differs from the one in `contents.json`. Hashes are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
@@ -223,7 +223,9 @@ def is_step(value: Any) -> bool:
 
 
 def arrays_of(folder: Path) -> list[Path]:
-    """Returns the files of the arrays: all entries below their folder that are no folders."""
+    """Returns the files of the arrays in a checkpoint: all entries below `arrays` that are not
+    folders. A link counts as a file.
+    """
     return sorted(
         path for path in (folder / ARRAYS).rglob("*") if path.is_symlink() or not path.is_dir()
     )

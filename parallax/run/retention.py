@@ -1,5 +1,9 @@
-"""Decides which checkpoints in a folder stay, and removes the others. Only this run's checkpoints
-are removed, whatever else is in the folder."""
+"""Decides which checkpoints in a folder stay, and removes the others. Only checkpoints of this run
+are removed, whatever else is in the folder.
+
+A checkpoint is *finished* if it has a manifest. It is *refused* if this run has found that it
+cannot be restored; `refused` has the error of each such step.
+"""
 
 import itertools
 import os
@@ -20,8 +24,9 @@ class Retention(NamedTuple):
     """Which finished checkpoints stay.
 
     Attributes:
-        newest: how many of the newest ones.
-        every: those of steps that are multiples of this one stay for good; None: none of them.
+        newest: the number of newest checkpoints that stay.
+        every: checkpoints of steps that are multiples of this number stay for good; None: the older
+            ones are removed.
     """
 
     newest: int = 3
@@ -29,7 +34,9 @@ class Retention(NamedTuple):
 
 
 class Later(ValueError):
-    """A later step has a finished checkpoint, so this step must not be saved."""
+    """Raised if this step or a later one has a finished checkpoint, so that this step must not be
+    saved.
+    """
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -52,8 +59,8 @@ def finished(folder: Path) -> list[int]:
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
-    """Returns every step that has a folder or is named in `newest.json`, oldest first; and an error
-    of `newest.json` in words, or "".
+    """Returns every step that has a folder or is named in `newest.json`, oldest first; and the text
+    of the error if `newest.json` cannot be read, or "".
     """
     steps, wrong = (
         {
@@ -84,7 +91,7 @@ def newest_in_words(folder: Path) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Returns the first three of some names, and how many more there are."""
+    """Returns the first three of `names` for a message, with the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -120,15 +127,15 @@ def prune(
     refused: Mapping[int, ValueError],
     retention: Retention,
 ) -> None:
-    """Removes this run's finished checkpoints beyond those to keep, and the files of unfinished and
-    replaced checkpoints.
+    """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
+    does not keep, unfinished ones, and replaced ones.
 
-    The checkpoints that `retention` keeps stay, and the newest one whose loss was measured. A
-    refused checkpoint stays until there is a newer good one; if it was refused for another reason
-    than damage, it stays for ever. Nothing is removed if no checkpoint is good.
+    The newest checkpoint whose loss was measured also stays. A refused checkpoint stays until there
+    is a newer good one; if it was refused for another reason than damage, it stays forever. Nothing
+    is removed if no checkpoint is good.
     """
-    # Each folder is checked once. One that cannot be read now counts as another run's, and stays;
-    # a second check could find it readable, and remove it.
+    # Each folder is checked only once. A folder that cannot be read counts as another run's, and
+    # stays; at a second check it might be readable, and would be removed.
     ours = {}
     for path in folder.iterdir():
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
@@ -144,7 +151,8 @@ def prune(
         return
 
     def stays(step):
-        """Returns whether the checkpoint of `step` stays."""
+        """Returns whether the checkpoint of `step` stays, by the rules above except for the
+        loss."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
@@ -158,15 +166,15 @@ def prune(
         _evaluated(folder, newest, {step for step in going.values() if step not in refused})
     }:
         remove(path)
-    for path in folder.glob(
-        f".{NEWEST}.*.partial"
-    ):  # of a run that was killed: this one alone writes here
+    # Left by a run that was killed while it wrote the file: no other run writes here now.
+    for path in folder.glob(f".{NEWEST}.*.partial"):
         path.unlink()
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint: first its manifest, and last the record that says whose it is. If the
-    removal is cut short, an unfinished checkpoint of this run is left.
+    """Removes a checkpoint: first its manifest, and last `contents.json`, which says to which run
+    it belongs. If the removal is interrupted, an unfinished checkpoint of this run is left, which
+    `prune` can remove.
     """
     if not (path / MANIFEST).is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
@@ -179,8 +187,8 @@ def remove(path: Path) -> None:
 
 
 def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
-    """Returns the newest checkpoint whose loss was measured: one of `newest`, or else the newest
-    such one of `others`; None if there is none.
+    """Returns the folder of the newest checkpoint whose loss was measured: of the steps `newest`
+    (newest first), or else of the steps `others`; None if there is none.
     """
     for step in (*newest, *sorted(others, reverse=True)):
         path = path_of(folder, step)

@@ -1,8 +1,9 @@
-"""Signals that end a run, also heard while the main thread is inside a compiled program.
+"""Handles signals that end a run, also while the main thread is inside a compiled program.
 
-Python calls a signal's handler between two instructions of its own, so while a program compiles or
-waits for devices no handler is called. The C part of the handler writes to a pipe at once, and a
-thread reads the pipe. JAX is not imported here.
+Python calls a signal's handler in the main thread, between two Python instructions. So it calls
+none while that thread compiles or waits for devices. But the C part of Python's handler writes the
+signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread here reads the pipe. JAX is
+not imported here.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 TO_END = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-END = b"\0"  # no signal has this number
+END = b"\0"  # in the pipe: the thread ends; no signal has this number
 Hear = Callable[[signal.Signals, int], None]
 
 
@@ -35,7 +36,8 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     wake = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
 
     def listen() -> None:
-        """Reads the numbers of signals from the pipe until `END` comes."""
+        """Reads signals' numbers from the pipe until `END`, and calls `hear` for each of
+        `heard`."""
         count = 0
         while (numbers_read := os.read(reads, 1)) != END:
             if numbers_read[0] in heard:
@@ -65,8 +67,8 @@ def say(line: str) -> None:
 
 
 def leave_terminal() -> None:
-    """Discards all further output to the terminal. After SIGHUP the terminal is gone, and an error
-    of `print` would end the save.
+    """Discards all further output to the terminal. After SIGHUP the terminal is gone, and `print`
+    would raise an error in the middle of the save.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):

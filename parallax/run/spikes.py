@@ -8,9 +8,9 @@ after some such steps the run goes back to an older checkpoint.
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
-2204.02311) went back to an older checkpoint, and skipped these batches. The batch of a step stays a
-function of the seed and of step + `past`. `note` stores `past` in each checkpoint, so a resumed run
-takes the same batches.
+2204.02311) went back to an older checkpoint, and skipped these batches. Here `past` counts the
+skipped batches, and the batch of a step is a function of the seed and of step + `past`. `note`
+stores `past` in each checkpoint, so a resumed run takes the same batches.
 """
 
 import math
@@ -25,7 +25,7 @@ LEAST = 16  # losses before there is a limit
 
 
 class Spiked(RuntimeError):
-    """As many losses were spikes as the run allows.
+    """Raised when the number of loss spikes reaches the limit of the run.
 
     Attributes:
         step: the step of the last spike.
@@ -38,7 +38,8 @@ class Spiked(RuntimeError):
 
 
 class Spikes:
-    """Losses, and the spikes among them. All processes have the same losses.
+    """Counts the spikes among the losses of a run. All processes pass it the same losses, so they
+    all get the same answers.
 
     Args:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
@@ -61,6 +62,7 @@ class Spikes:
         their median is not above 0.
         """
         median = statistics.median(self._losses) if len(self._losses) >= LEAST else 0.0
+        # In float32, as the step on the devices compares it, so that both give one answer.
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
@@ -70,7 +72,7 @@ class Spikes:
         Raises:
             Spiked: it was a spike, and `budget` of the last 64 steps were spikes.
         """
-        if not loss > self.limit:
+        if not loss > self.limit:  # nan is no spike: `metrics.Skipped` counts it
             self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
             return False
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
@@ -90,8 +92,10 @@ class Spikes:
         return {"losses": self._losses, "at": self._at, "past": self.past}
 
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
-        """Returns the guard for a run that went back from `step` to the checkpoint of step `first`,
-        with the checkpoint's `note`. It skips the batches of the steps between.
+        """Returns the guard for a run that went back from `step` to the checkpoint of step `first`.
+
+        It has the losses of the checkpoint's `note`, and skips the batches of the steps after
+        `first` up to `step`.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -1,8 +1,8 @@
-"""A state as named arrays, in one form that all layouts share, and back in any shardings.
+"""Converts a state to arrays by name, in a form that all layouts share, and back to any shardings.
 
 Arrays are named by their path in the tree. A layout may change the form of a state: a pipeline
-chunks its blocks. The caller gives a pair of functions, `to_disk` and `from_disk`: the first undoes
-this before the state is stored, and the second does it again after the state is read.
+splits its blocks into chunks. The caller gives two functions: `to_disk` undoes this change before
+the state is stored, and `from_disk` makes the change again after the state is read.
 """
 
 import math
@@ -74,7 +74,9 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns the shapes of `to_disk(like)`, with the shardings that the compiler chooses."""
+    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses. `like` holds
+    arrays or shapes; nothing is computed.
+    """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
     shardings = lowered.compile().output_shardings
@@ -97,8 +99,9 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
-    """Returns the arrays of `tree`; `f` as a function from arrays to arrays, which `jax.jit` can
-    trace; and a list, to which this function adds the leaves of its result that are no arrays.
+    """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
+    which `jax.jit` can trace; and a list. When it is traced, the function adds to the list the tree
+    of its other results, which are not arrays.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -115,8 +118,8 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Refuses with a `ValueError` a checkpoint whose leaves differ from those of the state to
-    restore; the message names them.
+    """Raises `ValueError` if the checkpoint's leaves differ in name, type or shape from those of
+    the state to restore, `arrays` and `numbers`; the message names the leaves.
     """
 
     def kinds(numbers):
@@ -181,6 +184,7 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     are_finite = _all_finite(numbers)
 
     def names():
+        """Returns the names of the arrays that are not finite."""
         return sorted(name for name, finite in are_finite.items() if not finite)
 
     return names
@@ -211,8 +215,8 @@ def described(leaf: Any) -> list:
 
 
 def plain(leaf: Any) -> Any:
-    """Returns a leaf as Orbax stores it: a random key as the numbers that it is made of, other
-    arrays unchanged. A `jax.ShapeDtypeStruct` stays one.
+    """Returns a leaf as Orbax stores it: a random key as its integers, and other arrays unchanged.
+    For a `jax.ShapeDtypeStruct` it returns a `jax.ShapeDtypeStruct`.
     """
     if not _is_key(leaf):
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
@@ -237,10 +241,10 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that returns the arrays again, also after they were donated.
+    """Copies this process's blocks of the arrays to the host's memory. Returns a function that
+    makes the arrays again from the copies, also after they were donated.
 
-    It keeps a copy of each block of this process in the host's memory. The arrays that it returns
-    stay there too, if the devices can read the host's memory.
+    Those arrays stay in the host's memory, if the devices can read it.
     """
     split = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)

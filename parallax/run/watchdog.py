@@ -1,7 +1,8 @@
-"""A step that takes too long ends the job, and the rank that held it up is named.
+"""Ends a job if a step takes too long, and names the rank that held it up.
 
-A collective waits for ever for a rank that sleeps, reads a dead disk, or waits for something else,
-and no heartbeat fails. So each rank notes its phase, and the message says what it was doing.
+A collective waits forever for a rank that sleeps or is stuck on a dead disk. Heartbeats do not
+detect this, because the process is still alive. So each rank notes its *phase*, a name for the part
+of the step that it is in, and the message says what the rank was doing.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from parallax.run import signals
 from parallax.run.job import Job, end
 from parallax.run.peers import GRACE
 
-LAST_RESORT = 2 * GRACE + 0.5  # seconds after the limit, when `culprit` has answered
+LAST_RESORT = 2 * GRACE + 0.5  # seconds after the limit; `culprit` needs at most 2 GRACE of them
 YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
@@ -32,11 +33,11 @@ class Watchdog:
     The time runs from the moment when the watchdog is made. Make it first, so that `first` limits
     the whole start.
 
-    Every rank watches itself. A rank in a phase that `waits` for the others (each that
-    communicates) is probably held up by another rank, so it prints its message `peers.GRACE`
-    seconds later. The rank at fault then prints first, with the stacks of its threads, and ends the
-    job. If that rank cannot print, because it is stopped, is gone or holds Python's lock, the
-    others name it, by `Peers.culprit`.
+    Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end it
+    without the others. A rank in such a phase is probably held up by another rank, so it prints its
+    message `peers.GRACE` seconds later. The rank at fault then prints first, with the stacks of its
+    threads, and ends the job. If that rank cannot print, because it is stopped, is gone or holds
+    Python's lock, the others name it by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
@@ -55,8 +56,8 @@ class Watchdog:
         self.seconds, self.first = seconds, 10 * seconds if first is None else first
         self._number: int | None = None
         self._steps = 0
-        # Restoring and compiling wait for all ranks, so before the first step a rank of several is
-        # no more at fault than the others.
+        # Before the first step, a rank restores and compiles, which both wait for all ranks. So a
+        # late rank of several is probably not at fault.
         self._phase, self._waits = "start", job.processes > 1
         self._step_began = self._phase_began = time.monotonic()
         self._left = threading.Event()
@@ -91,7 +92,7 @@ class Watchdog:
 
     @property
     def _where(self) -> str:
-        """The step in words."""
+        """The current step, in words for a message."""
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
@@ -103,8 +104,8 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        """Waits, in a thread, until a step takes too long; then prints who is at fault and ends the
-        process. If a new step begins meanwhile, it goes on waiting.
+        """Waits, in a thread, until a step takes too long; then prints the rank at fault and ends
+        the process. If the step ends while it looks for the rank, it goes on waiting.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
@@ -113,7 +114,7 @@ class Watchdog:
             waits, began, phase = self._waits, self._step_began, self._phase
             # A rank that waits is probably held up: it takes the time to ask for the culprit.
             culprit = self._culprit() if waits else ""
-            if self._step_began == began:
+            if self._step_began == began:  # still the same step: it is really late
                 break
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback()

@@ -1,8 +1,8 @@
-"""Checkpoints are written while the run takes further steps: Orbax commits its files, they are
-hashed, the manifest seals them, and old checkpoints are removed.
+"""Writes checkpoints while the run takes further steps. Orbax writes its files; then they are
+hashed, the manifest is written, which *seals* the checkpoint, and old checkpoints are removed.
 
 If the storage fails for a while, the save is tried again after growing pauses. All processes go
-through the same stages, and agree on how each stage ended.
+through the same `Stages`, and agree on how each stage ended.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from parallax.run.record import ARRAYS, Record
 from parallax.run.retention import NEWEST
 
 PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
-PART = 128 * 1024**2  # bytes of a file of arrays, about: several files are hashed on several cores
+PART = 128 * 1024**2  # approximate bytes of a file of arrays: several files use several cores
 
 
 class Writer:
@@ -36,11 +36,11 @@ class Writer:
             removes what is in the way.
         sealed: called on the first process, in the writer's thread, with a step whose checkpoint is
             finished.
-        tries: how often a save is tried.
+        tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
     Attributes:
-        arrays: Orbax's checkpointer, which also reads.
+        arrays: Orbax's checkpointer, which writes and reads arrays.
 
     Raises:
         ImportError: Orbax is not installed.
@@ -65,11 +65,12 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
-        """Begins to write a checkpoint; the arrays may be donated as soon as this returns. The last
-        checkpoint must be finished.
+        """Begins to write a checkpoint. The arrays may be donated as soon as the call returns. No
+        other checkpoint may be in progress.
 
-        `lost` waits for the names of the arrays that are not finite. It is called after the writing
-        has begun, so that both go on at once. If it returns any names, the files are removed again.
+        `lost` returns the names of the arrays that are not finite, when the search has ended. It is
+        called after the writing has begun, so that both run at once. If it returns any names, the
+        files are removed again.
 
         Raises:
             ValueError: an array is not finite.
@@ -105,20 +106,22 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raises what went wrong in the background, once."""
+        """Raises the error of the background thread, if there was one, and forgets it."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Waits until the checkpoint is finished. Raises what went wrong, as `check` does."""
+        """Waits until the checkpoint is finished. Raises its error, as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def _begin(self, record: Record, arrays: dict[str, Any]) -> None:
-        """Makes the folder, and hands the arrays to Orbax, which copies them before it returns."""
+        """Makes the folder, and passes the arrays to Orbax, whose `save` copies them and then
+        writes in the background.
+        """
 
         def make():
             """Makes room and the folder, on the first process."""
@@ -139,14 +142,14 @@ class Writer:
         self._begin(record, arrays)
 
     def _drop(self, step: int) -> None:
-        """Ends what `_begin` began, and removes it."""
+        """Waits for the save that `_begin` began, and removes its files."""
         with contextlib.suppress(Exception):
             self.arrays.wait_until_finished()
         self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Removes what was written of a checkpoint, and makes a new Orbax checkpointer, since one
-        that failed writes no more.
+        """Removes the files of a checkpoint, and makes a new Orbax checkpointer: after a failure
+        the old one writes no more.
         """
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
@@ -168,7 +171,8 @@ class Writer:
         Args:
             name: the name of this save, which its barriers begin with.
             record: the contents of the manifest.
-            copies: returns the arrays again, since the caller may have donated them.
+            copies: a function that returns the arrays from copies, since the caller may have
+                donated them.
             first_failure: the error of `_begin`, in the caller's thread, or None.
         """
         written = False
@@ -177,7 +181,7 @@ class Writer:
                 if number == 1 and first_failure is not None:
                     raise first_failure  # the first try has failed: go on as after any failure
                 if number > 1:
-                    # New barriers: those of the last try may be left half way.
+                    # New barriers: some processes may not have come to the last try's.
                     self._stages = Stages(f"{name}, try {number}", self._meet)
                     if not written:
                         self._begin_again(record, copies())
@@ -186,7 +190,7 @@ class Writer:
                     written = True
                 self._stages.first(lambda: self._seal(record))
                 return
-            # Of all kinds: the thread has no caller, so `check` must raise them in the run.
+            # Any error: the thread has no caller, so `check` must raise it in the run.
             except BaseException as failure:
                 error = self._failed(record.step, failure)
                 pause = PAUSE * 2 ** (number - 1)
@@ -194,7 +198,7 @@ class Writer:
                 if not all_try_again or number == self._tries:
                     self._error = error
                     return
-                if not isinstance(failure, Elsewhere):  # else another process says it
+                if not isinstance(failure, Elsewhere):  # then another process prints its error
                     self._say(
                         f"{error} The next of {self._tries} tries is in {pause:g} s; the run "
                         f"goes on meanwhile."
@@ -210,21 +214,21 @@ class Writer:
     def _checkpointer(self) -> Any:
         """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's."""
         checkpoint = orbax()
-        # Weights hardly compress, and trying takes more processor time than the rest of a save.
+        # Weights hardly compress, and compression takes more CPU time than the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
-        # With the processes named, Orbax meets at barriers of the coordinator too, not in
-        # collectives, and may begin in the background.
+        # If the processes are named, Orbax also uses barriers of the coordination service, not
+        # collectives, so it can work in the background.
         processes = set(range(jax.process_count()))
         together = checkpoint.options.MultiprocessingOptions(
             active_processes=processes, barrier_sync_key_prefix=self._name
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Ends a stage of the save, wherever Orbax wants a barrier."""
+            """Ends a stage of the save in place of each barrier of Orbax."""
             self._stages.end()
 
-        # Folders are made before the save returns: if Orbax makes one in the background and cannot,
-        # it waits 5 minutes for the folder.
+        # Folders are made before the save returns. In the background, Orbax would wait 5 minutes
+        # for a folder that it cannot make.
         ends = checkpoint.options.AsyncOptions(
             barrier_sync_fn=meet, create_directories_asynchronously=False
         )
@@ -240,6 +244,7 @@ class Writer:
         return failure
 
     def _path(self, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`."""
         return retention.path_of(self._folder, step)
 
 
