@@ -1859,7 +1859,7 @@ ORDINARY = (
         " - self.exchanged",
         "test_lint_shards.py -k layers_that_are_no",
     ),
-    Mutant("ShardMap._gathered", "set(last) == set(axes)", "False", "test_lint_shards.py"),
+    Mutant("ShardMap._gathered", "set(inner) == set(axes)", "False", "test_lint_shards.py"),
 )
 
 COMPILED = (

@@ -1,4 +1,8 @@
-"""A program as one list of operations: called functions are opened, and each value has a number."""
+"""A program as one list of operations: called functions are opened, and each value has a number.
+
+The methods pass the numbers of values, ints, and not the values. A collective of this library is
+one equation, `linear_collective`, whose jaxpr of `ppermute`s the function `ours` returns.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -96,7 +100,7 @@ class Flat:
         self.made = {output: node for node in self.nodes for output in node.outputs}
         self.used: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
-            for value in dict.fromkeys(node.inputs):
+            for value in dict.fromkeys(node.inputs):  # once, also if it is both operands
                 self.used[value].append(node)
 
     def shape(self, value: int) -> tuple[int, ...]:
@@ -137,7 +141,9 @@ class Flat:
     def _equation(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of an equation, and returns the numbers of its results.
 
-        A call of a function is opened. Collectives, loops and `shard_map` stay one operation each.
+        A call of a function is opened: its operations are added instead. Collectives, loops and
+        `shard_map` stay one operation each. An operation inside a function of JAX or of this
+        library is hidden, so that findings show the caller's line.
         """
         name = eqn.primitive.name
         if name == COND:
@@ -185,7 +191,11 @@ class Flat:
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns, for each carry of a loop, its place among the operands and among the results."""
+    """Returns, for each carry of a loop, its place among the operands and among the results.
+
+    The operands of a `scan` are constants, carries and sliced arrays; those of a `while` are the
+    constants of its condition, the constants of its body, and carries.
+    """
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)
     else:

@@ -22,7 +22,13 @@ _LINEAR = VIEWS | {
 
 
 class Sum(NamedTuple):
-    """A sum over devices in a loop's body: the type of its operand, the axes and the line."""
+    """A sum over devices in a loop's body.
+
+    Attributes:
+        aval: the type of its operand.
+        axes: the axes of the devices.
+        where: the caller's source line.
+    """
 
     aval: Any
     axes: frozenset[str]
@@ -49,7 +55,7 @@ class Loop:
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
         """Notes a sum of `value` over devices, and returns the parts of the sum's result."""
-        # A sum of a carry must stay in the loop: the next trip needs it.
+        # A sum that depends on a carry must stay in the loop: the next trip needs its result.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
@@ -97,15 +103,16 @@ class Loop:
         operands `values`. A factor must be the same in all trips.
         """
         name = eqn.primitive.name
-        tagged = [bool(value.parts) for value in values]
+        has_parts = [bool(value.parts) for value in values]
+        # `trip` is the depth of the innermost loop that changes the factor.
         if name == "mul":
-            return sum(tagged) == 1 and values[tagged.index(False)].trip < self.depth
+            return sum(has_parts) == 1 and values[has_parts.index(False)].trip < self.depth
         if name == "div":
-            return tagged == [True, False] and values[1].trip < self.depth
+            return has_parts == [True, False] and values[1].trip < self.depth
         axes = frozenset().union(*(self.sums[k].axes for kind, k in parts if kind == "sum"))
         # A mask that is the same on all devices commutes with their sum.
         if name == "select_n":
-            return not tagged[0] and not values[0].differs & axes
-        if name == "scatter-add":
-            return not tagged[1] and not values[1].differs & axes
+            return not has_parts[0] and not values[0].differs & axes
+        if name == "scatter-add":  # the second operand has the places
+            return not has_parts[1] and not values[1].differs & axes
         return name in _LINEAR and all(jaxprs.is_float(variable.aval) for variable in eqn.outvars)

@@ -1,4 +1,9 @@
-"""The findings in a program, each made of its facts."""
+"""The findings in a program: each function makes one from its facts.
+
+`aval` is the type of the array in question, `axes` are mesh axes and `size` the number of devices
+along them together, `where` is the caller's source line, and `trips` the trips of a loop, or None
+if their number is not known.
+"""
 
 import math
 
@@ -14,9 +19,10 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 def under_a_predicate(
     sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str
 ) -> Finding:
-    """A collective that some devices do not reach.
+    """Returns the finding for a collective over `axes` that some devices do not reach.
 
-    The predicate of the `what` round it differs along `along`, which has `size` devices.
+    It stands in a `what` ("cond" or "while"), whose predicate differs between the `size` devices
+    along `along`.
     """
     name = f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
     if sent.kind == "permute":
@@ -34,7 +40,8 @@ def under_a_predicate(
 
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
-    """A cond with a varying predicate, and the number of operands and results of invariant type."""
+    """Returns the finding for a `cond` whose predicate varies, but `inputs` of whose operands and
+    `outputs` of whose results have a type that does not."""
     return Finding(
         "lost-varying-mark",
         where,
@@ -48,7 +55,8 @@ def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where:
 
 
 def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """A sum of equal numbers."""
+    """Returns the finding for a sum over devices of numbers that are equal on all of them; `value`
+    tells whether an earlier sum made them equal."""
     before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
     why = before[0] if before else "does not depend on the device there"
     return Finding(
@@ -66,7 +74,7 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
 def same_every_trip(
     sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str
 ) -> Finding:
-    """A collective in a loop, of what the loop does not change."""
+    """Returns the finding for a collective in a loop whose operand the loop does not change."""
     return Finding(
         "same-every-trip",
         where,
@@ -79,7 +87,7 @@ def same_every_trip(
 
 
 def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
-    """A sum over devices whose results the loop only adds up."""
+    """Returns the finding for a sum over devices whose results a loop only adds up."""
     return Finding(
         "sum-in-a-loop",
         where,
@@ -96,7 +104,8 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
 def update_mixes_a_shard(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """A reduction of a shard that goes into the shard's update."""
+    """Returns the finding for a reduction of a shard (`operation`) that goes into the update of
+    that shard."""
     return Finding(
         "update-mixes-a-shard",
         where,
@@ -111,7 +120,7 @@ def update_mixes_a_shard(
 
 
 def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """A sum over devices that adds the gradients of different shards."""
+    """Returns the finding for a sum over devices that adds the gradients of different shards."""
     return Finding(
         "shards-summed",
         where,
@@ -127,7 +136,8 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """A gather of blocks that do not lie one after another."""
+    """Returns the finding for a gather over `axes` of a dim that is split over `split`, whose
+    blocks do not follow each other."""
     return Finding(
         "gathered-out-of-order",
         where,
@@ -140,7 +150,8 @@ def gathered_out_of_order(
 
 
 def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """A loop over layers of which each replica has others."""
+    """Returns the finding for a loop over layers that are split over the replicas, so that each
+    replica runs other layers."""
     return Finding(
         "layers-not-gathered",
         where,
@@ -157,7 +168,8 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
 def reduced_over_a_split_dim(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """A reduction over some of a dim's elements, taken for one over all."""
+    """Returns the finding for a reduction (`operation`) over a device's part of a dim, whose result
+    is used as that of the whole dim."""
     return Finding(
         "reduced-over-a-split-dim",
         where,
@@ -172,7 +184,8 @@ def reduced_over_a_split_dim(
 
 
 def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Slices of a device's share of a dim, taken for slices of the dim."""
+    """Returns the finding for slices of a device's part of a dim that are used as slices of the
+    whole dim."""
     return Finding(
         "parts-of-a-split-dim",
         where,
@@ -209,14 +222,16 @@ REPEATED = {  # kind: the numbers, the harm and the cure
 def repeated_on_each_device(
     kind: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Numbers that all devices have alike, for elements of which each device has others."""
+    """Returns the finding of a `kind` in REPEATED: each device has the same numbers for different
+    elements of a split dim."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
     return Finding(kind, where, f"{meeting}: {harm}", cure)
 
 
 def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Finding:
-    """Tokens in the order of the text, which the program takes for another order."""
+    """Returns the finding for tokens in the order of the text, in a program that expects them in
+    another order."""
     return Finding(
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
@@ -229,7 +244,8 @@ def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Findi
 
 
 def fixed_number_of_heads(heads: int, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Attention that makes as many heads of a device's outputs as of all."""
+    """Returns the finding for an attention that cuts the outputs of one device into as many heads
+    as the whole model has."""
     return Finding(
         "fixed-number-of-heads",
         where,
@@ -242,7 +258,8 @@ def fixed_number_of_heads(heads: int, axes: frozenset[str], size: int, where: st
 
 
 def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Something whole, added to a term of a sum."""
+    """Returns the finding for a value that is the same on all devices, and is added to each
+    device's term of a sum."""
     return Finding(
         "added-before-the-sum",
         where,
@@ -254,7 +271,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Gradients of a device's own rows, scaled by their own norm."""
+    """Returns the finding for gradients of a device's own rows that are scaled by their own norm
+    before they are summed."""
     return Finding(
         "clipped-before-the-sum",
         where,
@@ -271,7 +289,8 @@ def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) ->
 def wide_product(
     eqn: JaxprEqn, operands: list[Value], where: str, declared: bool
 ) -> Finding | None:
-    """A product in 32 bits or more of 16-bit numbers; if 16 bits were `declared`, of any."""
+    """Returns the finding for a product in 32 bits or more whose operands came from 16 bits, or
+    any wide product if the caller `declared` 16 bits; else None."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
     short = {value.narrow for value in operands if value.narrow}
@@ -295,27 +314,30 @@ def wide_product(
 
 
 def _summed_terms(eqn: JaxprEqn) -> int:
-    """How many products make one number of the result."""
+    """Returns the number of multiply-adds for each number of a matmul's or convolution's result."""
     operand, kernel = types(eqn.invars)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return math.prod(operand.shape[dim] for dim in contracted)
+    # A convolution's kernel has one filter for each output feature.
     return kernel.size // kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 
 def named(axes: frozenset[str]) -> str:
-    """Mesh axes in a sentence."""
+    """Returns mesh axes as a part of a sentence, such as "'data' and 'tensor'"."""
     return " and ".join(repr(axis) for axis in sorted(axes))
 
 
 def shown(aval) -> str:
-    """An array's type, as "float32[8,16]"."""
+    """Returns an array's type as text, such as "float32[8,16]"."""
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
 def _bytes(count: int) -> str:
+    """Returns a number of bytes as text, such as "1,024 bytes"."""
     return f"{count:,} bytes"
 
 
 def _times(trips: int | None) -> str:
+    """Returns how often a loop runs, as text."""
     return "in every trip" if trips is None else f"{trips} times"

@@ -1,4 +1,9 @@
-"""How arrays are split, dim by dim, before and after local operations."""
+"""How arrays are split, dim by dim, before and after operations on one device.
+
+A `Flat` program is a list of operations, its nodes, whose values are numbered. The `Dims` of a
+value have, for each dim, the axes that split it, the outermost first. `sent` is the collective of a
+node, or None.
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +13,7 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.values import NO_AXES, Dims, sent_inside
 
 ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = jaxprs.LAID_OUT
+LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a reshape
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
@@ -62,7 +67,8 @@ def _same_elements(
 
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands that a result is made of. The result of a loop is made of the carry's
-    first value.
+    first value; in an operation with as many results as operands, such as a barrier, each result is
+    made of its own operand.
     """
     if node.name in LOOPS:
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]
@@ -72,7 +78,11 @@ def operands(node: Node, result: int) -> Sequence[int]:
 
 
 def joined_axes(program: Flat, node: Node) -> frozenset[str]:
-    """Returns the axes of the collectives of an operation, which may be a loop with several."""
+    """Returns the axes of the collectives in an operation: one, or all those in a loop's bodies.
+
+    This library's `replicated` declares that a value is the same along its axes, as after a
+    collective over them. `program.ours` gives the jaxpr of a collective of this library.
+    """
     if node.sent:
         return frozenset(node.sent.axes)
     if node.name == "replicated":

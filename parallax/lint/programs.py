@@ -1,4 +1,4 @@
-"""Mistakes in a traced program, which is neither compiled nor run."""
+"""Finds mistakes in a traced program, which is neither compiled nor run."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,8 +31,8 @@ def program(
     * `lost-varying-mark`: a `cond` with such a predicate, and operands or results that are typed
       as the same on all devices: wrong gradients (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
-    * `sum-in-a-loop`: a sum whose result is only added to a loop's carry; one sum of that carry
-      after the loop is the same.
+    * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry; one sum of
+      the carry after the loop gives the same.
     * `same-every-trip`: a collective in a loop, of a value that the loop does not change.
       `zero.gathered` and `sequence.gather_from` are accepted: parameters that are gathered again
       for each microbatch need not be held.
@@ -41,8 +41,8 @@ def program(
       It finds reductions of all elements to one number, and in optax's own lines those of single
       dims, of the values that elementwise operations join to an output `w + u` with the spec of
       the argument `w`.
-    * `shards-summed`: a sum over an axis along which such a `w` is split, of a part of its update
-      that was made by a product, a reduction or a loop, as gradients are: it adds different shards.
+    * `shards-summed`: a sum, over an axis that splits such a `w`, of a part of its update that was
+      made by a product, a reduction or a loop, as gradients are. It adds different shards.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by a norm, or a
       maximum, of each device's own, and only then summed over the devices:
       `optax.clip_by_global_norm` inside `grads.averaged`. It finds products and quotients outside
@@ -50,16 +50,16 @@ def program(
       each example, as in differentially private training. Clipping of each microbatch's mean is
       not found.
     * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes
-      that split a dim, or over both in another order than in its spec, so that the blocks do not
-      lie one after another. In a batch that does no harm.
+      that split a dim, or over both in another order than in its spec. The gathered blocks then do
+      not follow each other in the dim, which does no harm in a batch.
     * `layers-not-gathered`: a `scan` over layers, in their own order, that are split over the axis
       of the batch and pass no collective over it, while its carry depends on that batch. Layers
       are recognised by an output of the same shape and spec (their gradient, or their update), and
       a batch by the lack of one. Programs that also send along that axis, as pipelines do, are
       accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
-      splits (hidden units, heads), which meets that dim again without a collective between; or over
-      groups of which a device has one element each.
+      splits (hidden units, heads), whose result meets that dim again without a collective between.
+      Also a reduction over groups if a device has one element of each.
     * `parts-of-a-split-dim`: slices of such a dim that are joined with each other: those of a
       fused matrix that is split by its outputs, or of the stacked gates of an `eqx.nn.LSTMCell`.
       If shapes do not fit and a placed cell is split by rows, this is the only finding.
@@ -70,9 +70,9 @@ def program(
       accepted.
     * `added-before-the-sum`: a bias, or a residual, added on each device to a term of a sum over
       them.
-    * `tokens-not-split`: inputs and targets in the order of the text, in a program that takes
-      their tokens to be split in another, such as `context.zigzag`. It is found only where the
-      arguments are arrays, of which the targets are the inputs, one token later.
+    * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
+      their tokens in another order, such as `context.zigzag`. It is found only if the arguments are
+      arrays, and the targets are the inputs, one token later.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
       projections are split by their outputs, cuts a device's outputs into all its heads.
     * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a
@@ -81,13 +81,13 @@ def program(
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from
       bfloat16 or float16.
 
-    Devices differ along the axes of `in_specs` and of `lax.axis_index`. The results of a sum, a
-    maximum or a gather are the same again, even if they are typed as varying. Axes of one device do
-    not count. `update-mixes-a-shard` and `shards-summed` accept a dim of which a device has one
-    row, since it may count models. The first accepts an argument whose elements are rounded to
-    whole numbers or to 8 bits, since its scale may be that of a shard. A pipeline by hand whose
-    stages all hold the same layers is not found: a recurrent net that sends its state to the next
-    device is the same program.
+    Values differ between devices along the axes of `in_specs` and of `lax.axis_index`. The result
+    of a sum, a maximum or a gather is equal on all devices of its axes, even if its type says that
+    it varies. Axes of one device do not count. `update-mixes-a-shard` and `shards-summed` accept a
+    dim of which a device has one row, since it may count models. The first also accepts an argument
+    whose elements are rounded to whole numbers or to 8 bits, since each shard may have its own
+    scale. A hand-written pipeline whose stages all hold the same layers is not found: a recurrent
+    net that sends its state to the next device is the same program.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`, or a result of `jax.make_jaxpr`,
@@ -109,8 +109,8 @@ def program(
     except pipeline.Misused as error:
         return [Finding(error.kind, error.where, error.harm, error.cure)]
     except TypeError:
-        # JAX names two shapes that do not fit, and not the layer that was split.
-        # The optimizer's state holds cells too, with the same specs: the first finding tells all.
+        # JAX's error names two shapes that do not fit, and not the layer that was split. The
+        # optimizer's state holds cells with the same specs, so the first finding is enough.
         if found := [*split_by_sharding(args)]:
             return found[:1]
         raise
@@ -132,8 +132,8 @@ def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) ->
     Args:
         f: a function, as `program` takes it.
         args: its arguments.
-        allowed: the kinds of findings that pass; by default those that cost time alone, and
-            `summed-twice`, which a quotient after it may mend.
+        allowed: the kinds of findings that pass; by default those that only cost time, and
+            `summed-twice`, which a later division may make right.
 
     Raises:
         ValueError: the findings, with their lines and cures.

@@ -1,5 +1,9 @@
 """One reading of a program: the facts of values are followed from operation to operation, and
 mistakes are noted. A loop's body is followed again until the facts of its carries no longer change.
+
+A `Flat` program is a list of operations (`Node`s), whose values are numbered. A `Value` has the
+facts of one value: `differs`, the axes along which it differs between devices; `trip`, the depth of
+the innermost loop that changes it; its `dims`. `sent` is the collective of a node, or None.
 """
 
 import contextlib
@@ -36,6 +40,8 @@ class Reading:
     """
 
     def __init__(self, *, narrow: bool):
+        """Begins a reading without findings. The three caches go by the ids of jaxprs, equations
+        and programs."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
         self.silent = False
@@ -43,8 +49,11 @@ class Reading:
         self.loops: list[Loop] = []
         self.predicates: list[tuple[str, frozenset[str]]] = []
         self.known: dict[int, list[Value]] = {}
+        # A jaxpr and the operation that contains it -> the list of its operations.
         self._flats: dict[tuple[int, int], Flat] = {}
+        # The equation of a collective of this library -> its jaxpr.
         self._ours: dict[int, Jaxpr] = {}
+        # A program and the facts of its arguments -> the facts of its results.
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
@@ -57,11 +66,11 @@ class Reading:
         return self._flats[key]
 
     def body(self, loop: Node) -> Flat:
-        """Returns the body of a loop."""
+        """Returns the body of a loop as a list of operations."""
         return self.flat(flat.body(loop.eqn), loop)
 
     def ours(self, eqn: JaxprEqn) -> Jaxpr:
-        """Returns the program of a collective of this library."""
+        """Returns the jaxpr of a collective of this library, traced once per equation."""
         if id(eqn) not in self._ours:
             mesh, checked = (self.map.mesh, self.map.checked) if self.map else (None, True)
             self._ours[id(eqn)] = types.linear_jaxpr(eqn, mesh, check_vma=checked)
@@ -146,7 +155,10 @@ class Reading:
         if self.map is None:
             return results
         note = _ignore if self.silent else self.map.note
+        # Mistakes with dims are noted only in the forward pass.
         in_forward = _ignore if node.is_within("transpose(") else note
+        # Three records with parts of each result's facts: its numbers, its dims, and the argument
+        # whose elements it has.
         spreads = after(program, node, inputs, self.map.sizes, in_forward)
         places = self.map.places(program, node, inputs, note)
         return [
@@ -162,6 +174,7 @@ class Reading:
             return [Value(differs=self._large(in_tuple(node.eqn.params["axis_name"])))]
         if node.name != CHOSEN:
             self._read_kernels(node, inputs)
+        # The sums and carries of the innermost loop that the result is a linear function of.
         parts = frozenset()
         if self.loops and not self.silent:
             parts = self.loops[-1].through(node.eqn, inputs)
@@ -223,7 +236,7 @@ class Reading:
             arguments = [value._replace(parts=frozenset()) for value in arguments]
         for i in flat.sliced(eqn):
             arguments[i] = arguments[i].sliced()
-        if trips == 1:
+        if trips == 1:  # as a call: what its trip changes, no loop changes
             shards_of = [arguments[i].shard for i in carries]
             returned = self.read(program, arguments, _dims_of(shards_of, program))
             return [*returned[: len(carries)], *(v.stacked() for v in returned[len(carries) :])]
@@ -234,8 +247,9 @@ class Reading:
         if node.name == "while":
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
-            conditions = [*inputs[:skipped], *arguments[first:]]
-            predicate = self.follow(condition, conditions)[0]
+            # The condition takes its constants and the carries.
+            operands = [*inputs[:skipped], *arguments[first:]]
+            predicate = self.follow(condition, operands)[0]
         if not self.silent:
             with self._under([("while", predicate.differs)] if node.name == "while" else []):
                 returned = self._read_body(program, arguments, carries, Loop(depth, trips))
@@ -308,6 +322,7 @@ class Reading:
         loop = self.loops[-1] if self.loops else None
         avals = jaxprs.types(node.eqn.invars)
         for i, (value, aval) in enumerate(zip(inputs, avals, strict=True)):
+            # A sum of a literal, such as of 1, may count the devices on purpose.
             if value.constant:
                 continue
             same = axes - value.differs
@@ -349,8 +364,8 @@ def _ignore(*mistake: Any) -> None:
 
 
 def _dims_of(carries: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the dims of each result of a body: those of its carries, which come first, if they
-    are known, and None for the others.
+    """Returns the dims of each result of a loop's body: for the carries, which come first, those of
+    their shards in `carries`, and None for the others or if there is no shard.
     """
     dims = [shard.dims if shard else None for shard in carries]
     return [*dims, *[None] * (len(program.results) - len(dims))]

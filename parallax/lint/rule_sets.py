@@ -1,4 +1,7 @@
-"""Mistakes in a rule set, before anything is placed."""
+"""Finds mistakes in a rule set before anything is placed.
+
+A spec (`PartitionSpec`) has one entry for each dim of a leaf: the mesh axes that split the dim.
+"""
 
 import math
 from collections.abc import Callable
@@ -70,6 +73,7 @@ def rules(
     findings += _fixed_heads(tree, specs, batch_axes)
 
     def row_axes_beside_the_batch(path, weight):
+        """Returns the axes that split the rows of a cell's weight, without those of the batch."""
         axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
         return [axis for axis in axes if axis not in batch_axes]
 
@@ -124,9 +128,11 @@ PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 def _fixed_heads(
     tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
 ) -> list[Finding]:
-    """Returns a finding for each attention whose projections are split by heads."""
+    """Returns a finding for each attention whose projections are split by heads, over axes that do
+    not split the batch."""
 
     def is_attention(node):
+        """Returns whether a node of the tree is an attention with a static number of heads."""
         return isinstance(node, eqx.nn.MultiheadAttention)
 
     findings = []
@@ -152,7 +158,7 @@ def _fixed_heads(
 
 
 def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes that split the first dim."""
+    """Returns the axes that split the first dim, in which a projection's weight has its outputs."""
     return entry_axes(spec[0]) if len(spec) else ()
 
 

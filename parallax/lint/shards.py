@@ -1,4 +1,8 @@
-"""Mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
+"""Finds mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
+
+A value's `shard` is the argument whose elements it has, with the axes that split each dim. `fed`
+are the axes along which it depends on a split batch, without a collective between, and `chosen` the
+axes whose index it depends on. `known` has the facts (`Value`s) of a program's values, by number.
 
 Joining elements of different shards is no mistake in two cases. A dim with one row on each device
 may count models, as in an ensemble. And if the elements are rounded to integers or to 8 bits, a
@@ -50,6 +54,7 @@ class ShardMap:
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
     def __post_init__(self):
+        """Sets the sizes, without axes of one device, which split nothing."""
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
@@ -70,7 +75,14 @@ class ShardMap:
         inputs: Sequence[Value],
         ours: Callable[[JaxprEqn], Jaxpr],
     ) -> tuple[list[Value], list[Dims]]:
-        """Returns the facts of the body's arguments, and the dims of its results."""
+        """Returns the facts of the body's arguments, and the dims of its results.
+
+        Args:
+            jaxpr: the body.
+            params: the parameters of the `shard_map`, with its specs.
+            inputs: the facts of its operands.
+            ours: the function that returns the jaxpr of a collective of this library.
+        """
         sources = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
         returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
@@ -89,6 +101,7 @@ class ShardMap:
         of_batch = NO_AXES.union(*fed)
         arguments = []
         for i, (value, dims) in enumerate(zip(inputs, sources, strict=True)):
+            # The axes of the batch make no dim of a weight split: those weights are gathered.
             known = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -114,7 +127,11 @@ class ShardMap:
     def places(
         self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
     ) -> list[dict[str, Any]]:
-        """Returns the `shard`, `fed` and `chosen` of an operation's results."""
+        """Returns the fields `shard`, `fed` and `chosen` of each result of an operation, by name.
+
+        A result has the shard of its first operand that has one. In an operation with several
+        results and as many operands, result j belongs to operand j.
+        """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
         chosen = NO_AXES.union(*(value.chosen for value in inputs))
@@ -167,13 +184,13 @@ class ShardMap:
         if len(grown) != 1 or not set(axes) <= set(dims[grown[0]]):
             return None
         (dim,) = grown
-        left, last = dims[dim][: -len(axes)], dims[dim][-len(axes) :]
-        # A collective of this library does not say in which order it gathers its axes.
-        in_order = last == axes if node.name in values.GATHERS else set(last) == set(axes)
+        outer, inner = dims[dim][: -len(axes)], dims[dim][-len(axes) :]
+        # The order of the axes is only known for gathers of `jax.lax`.
+        in_order = inner == axes if node.name in values.GATHERS else set(inner) == set(axes)
         aval = program.types[operand]
         if not in_order and jaxprs.is_float(aval):
             note(mistakes.gathered_out_of_order, node, aval, dim, dims[dim], axes)
-        return (*dims[:dim], left, *dims[dim + 1 :]) if in_order else None
+        return (*dims[:dim], outer, *dims[dim + 1 :]) if in_order else None
 
     # Mistakes in a program that was read
 
@@ -239,7 +256,8 @@ class ShardMap:
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns the most rows of a program's arguments that differ along one of `axes`."""
+        """Returns the largest number of rows on a device, among the arguments of a program that
+        differ along `axes`; 0 if none has rows."""
         known = self.known[id(program)]
         batch = [argument for argument in program.arguments if known[argument].differs & axes]
         dims = [zip(program.shape(a), known[a].dims or (), strict=False) for a in batch]
@@ -255,6 +273,7 @@ class ShardMap:
             if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
             uses, sent = _uses(body, body.arguments[i])
+            # Carries that the layers change, and that depend on the batch on the same axis.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
             along = fed & set(shard.dims[0]) - self.exchanged - sent

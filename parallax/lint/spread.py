@@ -1,5 +1,5 @@
-"""The dims of the values between parameters and loss: which dims are split, and which sums over
-them are not complete.
+"""Follows the dims of the values between parameters and loss: which dims are split, and which sums
+over them are not complete.
 
 A dim is split if the spec of a trained argument splits it. The dims that a product makes of it,
 such as hidden units and heads, are split too. So are the dims that the spec of a batch splits,
@@ -8,6 +8,9 @@ term, and the next operation should be a collective over the axis. Two operation
 mistakes: the term meets the split dim again (as in a norm or a softmax), or a value that is the
 same on all devices is added to the term (a bias). Only values of the forward pass that have a dim
 of the batch's rows are checked; gradients and updates have the dims of weights.
+
+A *term* is a device's part of a reduction over a split dim (`Term`). The rules, one for each kind
+of operation, take the facts of the operands (`inputs`) and return those of the results.
 """
 
 import functools
@@ -23,7 +26,7 @@ from parallax.lint import mistakes
 from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import NO_AXES, Dim, Part, Sent, Term, Value, either
 
-# Operations whose result is a linear function of their operand
+# Operations whose result is a linear function of their operand, with a factor of 1 or -1
 _LINEAR = frozenset(
     {
         *("neg", "convert_element_type", "copy", "copy_p", "pbroadcast", "pcast", "pvary"),
@@ -58,6 +61,8 @@ class _Operation:
     """One operation, and the mistakes in it."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
+        """Takes an operation of a program, on a mesh of these sizes. `avals` are the types of its
+        operands, `shapes` the shapes of its results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
@@ -72,6 +77,7 @@ class _Operation:
             return list(inputs)
         if name == "axis_index":
             return [Value(dims=())]
+        # A function only of numbers written into the program is followed as one of those.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
             return [Value() for _ in self.shapes]
         default = _Operation._joined if name in _ELEMENTWISE else _Operation._unknown
@@ -89,7 +95,7 @@ class _Operation:
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
-        """Follows the drawing of random numbers."""
+        """Follows the drawing of random numbers: all dims are `drawn`."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
@@ -113,7 +119,7 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Follows a reshape."""
+        """Follows a reshape, as `_regrouped` describes it."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
 
@@ -132,11 +138,11 @@ class _Operation:
         return self._without(inputs[0], self.params["dimensions"])
 
     def _unstacked(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns a value for each element of a dim: JAX may unpack an array this way."""
+        """Follows `unstack`, which returns an array for each element of a dim, without the dim."""
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a slice. A slice with strides is no part of a dim that is remembered."""
+        """Follows a slice. In dims with a stride it notes no part: the elements are no block."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
@@ -150,10 +156,11 @@ class _Operation:
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in pairs]
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
-        """Returns the facts of a slice of `value` with this shape, which begins at `starts` by dim.
+        """Returns the facts of a slice of `value`, with this shape, that begins in each dim of
+        `starts` at its element.
 
-        For a split dim they note the slice: its shards are not those of the same slice of the whole
-        dim.
+        They keep the slice of a split dim as a `Part`. A slice of a device's block is not the block
+        of the same slice of the whole dim, so such parts must not be joined with each other.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -172,7 +179,8 @@ class _Operation:
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts of arrays put side by side, with the terms that all of them have."""
+        """Returns the facts of an array made by placing arrays side by side; it is a term along an
+        axis if all of them are."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -221,10 +229,11 @@ class _Operation:
     def _together(self, dims: Sequence[Dim]) -> Dim:
         """Returns the facts of a dim whose elements are computed from those of `dims`, one by one.
 
-        It is a mistake to join different slices of one split dim.
+        Notes a mistake if different slices of one split dim are joined.
         """
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
+        # Of two slices of one dim, one is kept here, and the other differs from it.
         by_source = {part.source: part for part in parts}
         if different := [part for part in parts if part != by_source[part.source]]:
             part = different[0]
@@ -238,7 +247,8 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Follows an elementwise operation."""
+        """Follows an elementwise operation: joins the dims of its operands one by one, and follows
+        the sums that its operands are terms of."""
         rank = len(self.shapes[0])
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
         if not given:  # a scalar chose between constants
@@ -246,11 +256,13 @@ class _Operation:
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
             self._check_same_on_each_device(value, dims)
-        # A comparison of two counts, or their difference, is no count: it is the same in the whole.
+        # A count is the element's number on this device. A comparison, or a difference of counts
+        # along two dims, as in a causal mask, has the same numbers as in the whole array.
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
+        # The axes by whose size the result was divided: all operands were, or this divides it.
         shared = frozenset.intersection(*(value.shared for value in given))
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
@@ -270,8 +282,10 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the term of a sum over `axis` that an elementwise operation's result is; None if
-        it is no longer followed as one.
+        """Returns the facts of the result as a term of a sum over `axis`, of which some operands
+        are terms; None if it is no longer followed as a term.
+
+        Notes a mistake if a term meets a dim that is split over `axis` again.
         """
         name = self.node.name
         known = [value for value in inputs if value.dims is not None and not value.constant]
@@ -280,7 +294,8 @@ class _Operation:
         terms = [dict(value.terms)[axis] for value in with_term]
         term = next((term for term in terms if not term.is_linear), terms[0])
         if any(_meets_split_dim(axis, value, with_term) for value in without):
-            # Less a local maximum is no mistake: a softmax may be shifted by any number.
+            # To subtract a device's own maximum is no mistake: a softmax may be shifted by any
+            # number.
             if name in _ARITHMETIC and not (term.is_peak and name == "sub"):
                 facts = term.node.name, term.aval, frozenset({axis})
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, *facts)
@@ -288,6 +303,8 @@ class _Operation:
         if name in _LINEAR or (name == "select_n" and not without):
             return term
         if name in ("add", "sub", "add_any") and not term.is_peak:
+            # Operands that are the same on all devices, and were not divided by their number: a
+            # later sum would count them several times. JAX's transposes add by `add_any`.
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
@@ -299,7 +316,8 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes whose size is a factor or divisor in a product or quotient."""
+        """Returns the axes whose size, or 1 over it, is a literal operand of a product or quotient:
+        it shares a value that the devices will sum."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
@@ -312,7 +330,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _number(self, value: int) -> Any:
-        """Returns the number that the program writes for a value, or None if it writes none."""
+        """Returns the literal that a value is made of by casts, signs and broadcasts, as it is
+        written in the program; None if it is made of another value."""
         while value not in self.program.literals:
             node = self.program.made.get(value)
             if node is None or node.name not in _LINEAR | {"broadcast_in_dim"}:
@@ -323,12 +342,14 @@ class _Operation:
     # Operations that reduce dims
 
     def _reduced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a reduction. If a dim that is reduced is split, each device gets a term."""
+        """Follows a sum, a maximum or a minimum. If a dim that is reduced is split, each device's
+        result is a term."""
         value, dims = inputs[0], self._dims(inputs[0])
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
-        # A sum over an inner part of one element is none: the groups are those of the whole.
+        # A reshape may cut a split dim into groups. If a device has one element of each group, the
+        # reduction of the group is not complete either.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))
         terms = dict(value.terms) if is_sum else {}
@@ -338,7 +359,8 @@ class _Operation:
         return result._replace(terms=tuple(terms.items()))
 
     def _product(self, inputs: Sequence[Value]) -> Value:
-        """Follows a product: a sum over a split dim gives each device a term."""
+        """Follows `dot_general`, whose result has the batch dims, then the other dims of the left
+        and of the right operand. A sum over a split dim makes each device's result a term."""
         first, second = inputs
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, 1)
@@ -358,7 +380,8 @@ class _Operation:
     # Collectives
 
     def _sent(self, sent: Sent, inputs: Sequence[Value]) -> list[Value]:
-        """Follows a collective, and notes a bias that was added to the terms of its sum."""
+        """Follows a collective. Notes a value, such as a bias, that was added to each device's term
+        before the sum."""
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
@@ -372,7 +395,7 @@ class _Operation:
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *facts: Any) -> None:
-        """Remembers a mistake at `node`; the last of `facts` are its axes."""
+        """Adds a mistake at `node` to the list; the last of its `facts` are its axes."""
         devices = math.prod(self.sizes[axis] for axis in facts[-1])
         self.mistakes.append((mistake, node, *facts, devices))
 
@@ -437,11 +460,13 @@ def _new_dims(shape: tuple[int, ...]) -> Value:
 def _regrouped(
     dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Dim, ...]:
-    """Returns the dims after a reshape. If it cuts a split dim into several, the outermost of them
-    is split, and the others are `within` it.
+    """Returns the dims after a reshape from the shape `before` to `after`.
+
+    If it cuts a split dim into several, the outermost of them is split, and the others are `within`
+    it.
     """
     regrouped: list[Dim] = []
-    i = 0
+    i = 0  # the dims of `before` that are done
     while len(regrouped) < len(after):
         if i == len(before):  # only dims of size 1 are left
             within = regrouped[-1].split | regrouped[-1].within if regrouped else NO_AXES

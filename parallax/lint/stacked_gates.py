@@ -1,7 +1,7 @@
-"""Recurrent cells of Equinox whose weights are split by rows.
+"""Finds recurrent cells of Equinox whose weights are split by rows.
 
-The rows of a cell's weights are its gates, one after another. So a device's rows are of some of the
-gates, and not of some hidden units.
+The rows of a cell's weights are its gates, one after another. A device then has the rows of some
+gates, instead of those of some hidden units in all gates.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,8 @@ def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iter
     split.
 
     Args:
-        axes_of: from a weight's path and the weight to the axes that split its rows.
+        tree: the model, or arguments of a program.
+        axes_of: a function from a weight's path and the weight to the axes that split its rows.
     """
     for path, cell in jax.tree.leaves_with_path(tree, is_leaf=_is_cell):
         if not _is_cell(cell):
@@ -44,6 +45,7 @@ def split_by_sharding(tree: Any) -> Iterator[Finding]:
     """Yields the findings of `split_cells` for arrays that are placed on a mesh already."""
 
     def axes_of(_, weight):
+        """Returns the axes of several devices that split a weight's rows; none without a mesh."""
         sharding = getattr(weight, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return ()

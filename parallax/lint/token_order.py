@@ -1,4 +1,4 @@
-"""Tokens that are in another order than the program expects.
+"""Finds tokens that are in another order than the program expects.
 
 A program with split tokens has a constant of their places, [devices, tokens of a device], as
 `context.positions` makes it. The values of a batch show in which order its tokens are: the targets
@@ -50,13 +50,16 @@ def _differently_ordered(
     sizes: Mapping[str, int],
     tables: Sequence[np.ndarray],
 ) -> Iterator[Finding]:
-    """Yields a finding for each table of places that is not the order of these tokens."""
+    """Yields a finding for each table of places, [devices, tokens of a device], that contradicts
+    the order of these tokens. `sizes` has the devices on each axis."""
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)
         for table in tables:
+            # The table must belong to this dim, by its devices and its tokens.
             if len(table) != devices or table.size != tokens.shape[dim]:
                 continue
+            # The tokens by their places in the text, if they are split as the table says.
             in_order = np.argsort(table.reshape(-1))
             placed, placed_targets = tokens.take(in_order, dim), targets.take(in_order, dim)
             # It is a mistake if the tokens follow each other as they come, and not by their places.
@@ -68,7 +71,7 @@ def _differently_ordered(
 
 
 def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
-    """Returns whether the targets are the tokens, one place later."""
+    """Returns whether each target along `dim` is the next token; the last target has none."""
     later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
     return bool((later == targets).all())
 

@@ -3,7 +3,9 @@
 An output is the *update* of an argument if both have the same shape and spec, and the output is the
 argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or `decay * m + (1 - decay) *
 g`. The *elements* of an update are the values that it is computed from by elementwise operations,
-transposes and all-reduces: weights, gradients, an optimizer's state.
+transposes and all-reduces: weights, gradients, an optimizer's state. The functions take and return
+the numbers of values in a `Flat` program, and `Node`s, its operations. The `Dims` of a value have,
+for each dim, the axes that split it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,13 +28,14 @@ from parallax.lint.places import (
 )
 from parallax.lint.values import Dims, in_tuple
 
-SCALED = frozenset(
+SCALED = frozenset(  # casts, copies and signs
     {
         *("convert_element_type", "copy", "copy_p", "neg", "optimization_barrier", "pbroadcast"),
         *("pcast", "pvary", "reduce_precision"),
     }
 )
 ADDS = frozenset({"add", "add_any", "sub"})
+# Reductions, with the parameter that names their dims.
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
@@ -56,14 +59,14 @@ class Joined(NamedTuple):
 
 
 def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
-    """Returns the terms that are added to an argument to make `result`: u of `result = w + u`.
+    """Returns the terms that are added to an argument to make `result`: u in `result = w + u`.
 
-    The predicates that decide whether the terms are added follow them. If `result` is no sum of an
+    After them come the predicates that decide whether they are added. If `result` is no sum of an
     argument and a term of its shape, the list is empty.
 
     Args:
         program: the operations.
-        result: the number of the value.
+        result: the number of the value that may be an update.
         bases: the numbers of the arguments that may be w.
     """
     bases, added, decisions = set(bases), [], []
@@ -90,8 +93,10 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """Returns the values that hold the elements of `result`, with their dims; and the collective
-    sums on the way whose axes split their operand.
+    """Returns the values that hold the elements of `result`, each with its dims, and the sums over
+    devices on the way to them that add different shards: their axes split their operand.
+
+    `dims` are those of `result`. Values behind such a sum are not followed.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -138,9 +143,10 @@ def reductions(
 ) -> Iterator[Joined]:
     """Yields the reductions over split dims of the elements in `dims_of`, or of functions of them.
 
-    A reduction of all elements to one number counts wherever it was made. A reduction of some dims
-    counts only if optax made it. None are yielded if the elements are rounded somewhere, since a
-    quantiser may have one scale for each shard.
+    A reduction of all elements to one number counts, by whichever code, along the axes `split`. A
+    reduction of some dims counts only if optax made it, along the axes that split those dims.
+    Nothing is yielded if the elements are rounded somewhere, since a quantiser may have one scale
+    for each shard.
     """
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
@@ -162,6 +168,7 @@ def reductions(
                     waiting.append(output)
     for node, value in reduced:
         dims = known[value]
+        # A product of two functions of the elements is a norm; one with another array is none.
         if node.name == "dot_general" and not all(operand in known for operand in node.inputs):
             continue
         if program.types[node.outputs[0]].size == 1:
@@ -235,7 +242,7 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns the value behind the casts and factors of `value`, in a set.
+    """Returns the value before its casts and its scalar factors, in a set.
 
     If `value` is chosen from several, by `select_n` or a conditional, the set has all of them, and
     the second result has the predicates that choose.
@@ -262,7 +269,7 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
 
 
 def _bare(program: Flat, value: int) -> int:
-    """Returns the value behind the casts of `value`."""
+    """Returns the value before all casts, copies and signs that made `value` of it."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value
@@ -277,7 +284,8 @@ def _is_full(program: Flat, value: int) -> bool:
 
 
 def _is_of_optax(node: Node) -> bool:
-    """Returns whether a function of optax made the operation."""
+    """Returns whether optax made the operation: whether the innermost function outside JAX that is
+    known is in one of its files."""
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
 

@@ -36,7 +36,9 @@ _KINDS = {
     **dict.fromkeys(("ppermute", "pbroadcast"), "permute"),
     "reduce_scatter": "scatter",
 }
-LINEAR = "linear_collective"  # a collective of this library: see collectives/types.py
+# The primitive of a collective of this library (see collectives/types.py). The function `ours`
+# returns its jaxpr, which is made of `ppermute`s.
+LINEAR = "linear_collective"
 
 
 class Dim(NamedTuple):
@@ -93,7 +95,12 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The elements of one argument: its number, and the axes that split each dim."""
+    """The elements of one argument.
+
+    Attributes:
+        argument: the number of the argument.
+        dims: the axes that split each dim.
+    """
 
     argument: int
     dims: Dims
@@ -161,7 +168,13 @@ class Value(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A collective: its kind, its axes, and whether it is made of permutes."""
+    """A collective.
+
+    Attributes:
+        kind: "sum", "maximum", "gather", "scatter", "exchange" or "permute".
+        axes: the mesh axes along which it sends.
+        permutes: whether it is made of `ppermute`s, which wait for all devices of the program.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -169,8 +182,8 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts of the numbers of a function of all `values`; those of its dims are left
-    out, or given in `fields`.
+    """Returns the facts of a value that is computed from all `values`: the facts of its numbers,
+    and of its dims only those given in `fields`.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
@@ -182,7 +195,8 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two, so those that hold for both."""
+    """Returns the facts of a value that is one of two, which are those that hold for both. If one
+    of the two is constant, the dims are those of the other."""
     together = joined(
         [first, second],
         narrow=first.narrow if first.narrow == second.narrow else "",
@@ -201,7 +215,7 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts of a dim that is one of two."""
+    """Returns the facts of a dim that is one of two; it counts rows if one of the two does."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
@@ -232,7 +246,9 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     """Returns the collective of an equation, or None.
 
-    `ours` is the program of a collective of this library.
+    `ours` is the jaxpr of the equation if it is a collective of this library. The kind of such a
+    collective is not written in it, but follows from the sizes before and after: all kinds are
+    made of `ppermute`s.
     """
     kind = _KINDS.get(eqn.primitive.name)
     if kind and eqn.params.get("axis_index_groups") is None:
@@ -243,10 +259,12 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
+    # If it contains collectives of this library, the caller opens it and reads each of those.
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
-        return None  # nothing is sent, or an equation inside sends, and is read by itself
+        return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
+    # A result that is the same on all devices, that of an all-reduce, is declared `replicated`.
     if any(eqn.primitive.name == "replicated" for eqn in inside):
         kind = "sum"
     else:
@@ -265,7 +283,8 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts of the numbers of a collective's result.
+    """Returns the facts of the numbers of a collective's result: the same along its axes after a
+    sum, a maximum or a gather, and different along them after the others.
 
     Args:
         sent: the collective.

@@ -1,12 +1,13 @@
-"""What a collective takes on a network of many devices: simulated from its table, with the links
-that messages share.
+"""Simulates the seconds of a collective on a network of many devices, from its table of messages.
+Messages that share a link share its bandwidth.
 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once, and the round ends when the last has come: the
-latency of the furthest, and the time of the link that has most to carry. `tests/test_networks.py`
-has the same message by message.
+In a round every device sends its messages at once. The round takes the latency of the longest way,
+and the time of the link that carries most bytes. In a `Link`, alpha is the latency in seconds, and
+beta the seconds per byte. A *route* is a table of messages, round by round.
+`tests/test_networks.py` simulates the same, message by message.
 """
 
 import functools
@@ -26,12 +27,12 @@ from parallax.validate import divisors
 
 
 class Group(NamedTuple):
-    """The devices of a mesh axis: `size` of them, each `stride` after the one before, as all groups
-    of the mesh beside it are.
+    """The devices of one mesh axis: `size` devices whose numbers are `stride` apart. All groups
+    along the axis have the same form, and run at once.
 
     Attributes:
         size: devices along the axis.
-        stride: devices of the axes that run faster.
+        stride: devices on the axes that run faster, together.
     """
 
     size: int
@@ -40,16 +41,19 @@ class Group(NamedTuple):
 
 @runtime_checkable
 class Network(Protocol):
-    """How devices are wired."""
+    """The way in which devices are wired."""
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of all devices."""
         ...
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Returns the seconds until all messages have come: of each message, the device to which
-        each device sends, and its bytes."""
+        """Returns the seconds until all messages of a round have arrived.
+
+        Each message of `sent` has the device to which every device sends it, [devices], and its
+        bytes.
+        """
         ...
 
 
@@ -57,10 +61,10 @@ class Level(NamedTuple):
     """One level of a network of nested groups.
 
     Attributes:
-        devices: of a group, which this level joins.
-        link: of each device, one way, to others of its group.
-        shared: the oversubscription: how much more the devices of a smaller group may send than the
-            links that leave it carry.
+        devices: devices in a group of this level.
+        link: the link of one device, in one direction, to others of its group.
+        shared: the oversubscription: the bytes that all devices of a smaller group can send, over
+            those that the links which leave it can carry.
     """
 
     devices: int
@@ -69,35 +73,37 @@ class Level(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """Groups of groups: a machine, a leaf of the network, its spine. The last level joins all.
+    """Groups of groups, such as a machine, a leaf switch and the spine. The last level has all
+    devices in one group.
 
     Attributes:
-        levels: from the smallest group to all devices.
+        levels: the levels, from the smallest group to all devices.
     """
 
     levels: tuple[Level, ...]
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of all devices."""
         return self.levels[-1].devices
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Returns the seconds, as `Network` has it."""
+        """Returns the seconds of a round, as `Network.round` does. A message uses the links of the
+        smallest level whose group has both its ends, and leaves the smaller groups by their shared
+        links."""
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
-        inside = 1  # devices of the group below
-        within = np.zeros(
-            (len(sent), self.devices), bool
-        )  # whether a message stays in the group below
+        inside = 1  # devices in a group of the level below
+        # [messages, devices]: whether a device's message stays in its group of the level below.
+        within = np.zeros((len(sent), self.devices), bool)
         for k, (to, _) in enumerate(sent):
             within[k] = to == here
         for level in self.levels:
-            ports = np.zeros(self.devices)
+            ports = np.zeros(self.devices)  # bytes that each device sends over this level's links
             for k, (to, nbytes) in enumerate(sent):
                 crosses = ~within[k]
                 within[k] = to // level.devices == here // level.devices
                 ports += nbytes * (crosses & within[k])
-                # What goes on to a larger group leaves this one over the links of that level.
+            # Messages to a larger group leave the smaller group too, and so share its links.
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
@@ -113,12 +119,12 @@ class Nested(NamedTuple):
 
 
 class Torus(NamedTuple):
-    """A box of devices, each linked to its two neighbours along every dim, the last to the first
-    too.
+    """A box of devices. Each is linked to its two neighbours along every dim, and the last of a row
+    to the first.
 
     Attributes:
-        shape: devices along each dim; the last runs fastest.
-        link: between neighbours, one way.
+        shape: devices along each dim; the last dim runs fastest.
+        link: the link between neighbours, in one direction.
     """
 
     shape: tuple[int, ...]
@@ -126,16 +132,18 @@ class Torus(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of all devices."""
         return math.prod(self.shape)
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Returns the seconds, as `Network` has it. Messages go dim by dim, the shorter way
-        round."""
+        """Returns the seconds of a round, as `Network.round` does. A message goes along one dim
+        after another, each time the shorter way round."""
         start = np.stack(np.unravel_index(np.arange(self.devices), self.shape))  # [dims, devices]
+        # Bytes on the link that leaves each device along each dim, forward (0) and back (1).
         carried = np.zeros((len(self.shape), 2, self.devices))
-        hops = 0
+        hops = 0  # of the longest way
         for to, nbytes in sent:
+            # Where each device's message ends, where it is now, and its hops.
             end, at, far = (
                 np.stack(np.unravel_index(to, self.shape)),
                 start.copy(),
@@ -149,9 +157,9 @@ class Torus(NamedTuple):
                 for hop in range(int(steps.max(initial=0))):
                     moves = steps > hop
                     place = np.asarray(np.ravel_multi_index(tuple(at), self.shape))
-                    for way in (0, 1):
-                        chosen = moves & (back == bool(way))
-                        carried[dim, way] += nbytes * np.bincount(
+                    for direction in (0, 1):
+                        chosen = moves & (back == bool(direction))
+                        carried[dim, direction] += nbytes * np.bincount(
                             place[chosen], minlength=self.devices
                         )
                     at[dim] = np.where(moves, (at[dim] + np.where(back, -1, 1)) % length, at[dim])
@@ -160,10 +168,11 @@ class Torus(NamedTuple):
 
 
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
-    """Returns the network of so many devices: a torus of TPUs, or the chip's domains, joined by a
-    network without oversubscription."""
+    """Returns the network of this number of devices: a torus of TPUs, or the chip's domains (of
+    fast links), joined by a slower network without oversubscription."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
+        # The torus of the hardware, if it has these devices; else one that is near to a cube.
         is_slice = math.prod(hardware.torus) == devices > 1
         dims = 2 if hardware.name in FLAT else 3
         return Torus(hardware.torus if is_slice else _box(devices, dims), hardware.fast)
@@ -174,9 +183,10 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns a box of so many chips whose sides are as equal as they can be."""
+    """Returns a box of this number of chips whose sides are nearly equal, the shortest first."""
     if dims == 1:
         return (devices,)
+    # The divisor that is nearest to the side of a cube, as a ratio.
     side = min(divisors(devices), key=lambda size: abs(math.log(size) - math.log(devices) / dims))
     return tuple(sorted((side, *_box(devices // side, dims - 1))))
 
@@ -184,20 +194,20 @@ def _box(devices: int, dims: int) -> tuple[int, ...]:
 def seconds(
     tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce"
 ) -> float:
-    """Returns the seconds of a collective by these tables, of an array of `nbytes` on each device,
-    all groups of the mesh at once.
+    """Returns the seconds of a collective in all groups of the mesh at once.
 
     Args:
-        tables: of `group.size` devices, as `ring.table(8)`.
-        nbytes: of the array that the function takes.
-        network: whose devices are a multiple of those of a group.
-        group: where its devices are.
+        tables: the tables of messages for `group.size` devices, such as `ring.table(8)`.
+        nbytes: bytes of the array that the collective takes on each device.
+        network: the network, whose devices are a multiple of those of a group.
+        group: the number of devices in a group, and their distance.
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
     Raises:
-        ValueError: the tables are of another number of devices, or the groups do not fill the
+        ValueError: the tables are for another number of devices, or the groups do not fill the
             network.
     """
+    # Several tables run side by side, each on an equal part of the array.
     routes = tables if isinstance(tables, tuple) else (tables,)
     if routes[0].n != group.size or network.devices % (group.size * group.stride):
         raise ValueError(
@@ -209,18 +219,21 @@ def seconds(
         if kind == "all_gather"
         else -(-nbytes // group.size // len(routes))
     )
+    # An all-reduce runs the table forward, as a reduce-scatter, and then back, as an all-gather.
     halves = {"all_reduce": (False, True), "reduce_scatter": (False,), "all_gather": (True,)}[kind]
-    found, total = {}, 0.0
+    simulated, total = {}, 0.0  # equal rounds are simulated once
     for back in halves:
-        for each in messages(routes, [block] * len(routes), back=back):
-            key = each.messages
-            if key not in found:
-                found[key] = _round(routes[0], each, network, group)
-            total += each.times * found[key]
+        for rounds in messages(routes, [block] * len(routes), back=back):
+            key = rounds.messages
+            if key not in simulated:
+                simulated[key] = _round(routes[0], rounds, network, group)
+            total += rounds.times * simulated[key]
     return total
 
 
 def _round(route: Route, each: Round, network: Network, group: Group) -> float:
+    """Returns the seconds of one round, in which every device sends each of its messages `step`
+    devices on in its own group."""
     if not each.messages:
         return 0.0
     return network.round(
@@ -234,10 +247,10 @@ def _round(route: Route, each: Round, network: Network, group: Group) -> float:
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """Returns for each of all devices the one that is `step` further on in its own group, which is
-    a box of this shape."""
+    """Returns for each device, [devices], the number of the one that is `step` further on in its
+    own group. The group is a box of this shape, and steps wrap round in each dim."""
     here = np.arange(devices)
-    place = here // group.stride % group.size
+    place = here // group.stride % group.size  # of each device in its group
     at = np.unravel_index(place, tuple(shape))
     moved = tuple((a + s) % length for a, s, length in zip(at, step, shape, strict=True))
     return here + (np.ravel_multi_index(moved, tuple(shape)) - place) * group.stride
@@ -245,41 +258,43 @@ def destinations(
 
 @functools.lru_cache(maxsize=256)
 def _tables(name: str, size: int) -> Tables | None:
+    """Returns the tables of an algorithm for this number of devices; None if it does not fit."""
     maker = dict(makers(size)).get(name)
     return maker() if maker else None
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
-    """Returns the tables that `choose` tries along an axis of so many devices, by the algorithm's
-    name."""
+    """Yields the name of each algorithm that `choose` tries along an axis of `size` devices, and a
+    function that makes its tables."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
-    for inside in (8, 16, 64, 256):
+    for inside in (8, 16, 64, 256):  # devices of a machine, or of another fast domain
         if size % inside == 0 and size > inside:
-            for each in (machines(inside), machines(inside, halving)):
-                yield each.name, functools.partial(each.table, size)
+            for algorithm in (machines(inside), machines(inside, halving)):
+                yield algorithm.name, functools.partial(algorithm.table, size)
 
 
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """Returns the seconds of some collectives along one axis by each algorithm that fits it, the
-    fastest first.
+    """Returns the seconds of some collectives along one axis, all together, for each algorithm that
+    fits the axis: by its name, the fastest first.
 
     Args:
-        times: of each collective its kind, the bytes that it takes, and how often it runs.
+        times: for each collective its kind, such as "all_reduce", the bytes of the array that it
+            takes, and the number of its calls.
         network: as `seconds` takes it.
         group: as `seconds` takes it.
     """
-    found = {}
+    seconds_by_name = {}
     for name, _ in makers(group.size):
         prices = {kind: price(name, kind, network, group) for kind, _, _ in times}
-        found[name] = math.fsum(
+        seconds_by_name[name] = math.fsum(
             count * (prices[kind].alpha + prices[kind].beta * nbytes)
             for kind, nbytes, count in times
         )
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    return dict(sorted(seconds_by_name.items(), key=lambda item: item[1]))
 
 
 def along(
@@ -288,13 +303,15 @@ def along(
     hardware: Hardware,
     calls: Sequence[tuple[str, int, int]],
 ) -> dict[str, float]:
-    """Returns the seconds of some collectives along one axis of a mesh, as `choose` returns them.
+    """Returns the seconds of some collectives along one axis of a mesh, for each algorithm that
+    fits the axis: by its name, the fastest first.
 
     Args:
-        axis: its name.
-        sizes: of all axes of the mesh; the last runs fastest.
+        axis: the name of the axis.
+        sizes: the devices on each axis of the mesh; the last axis runs fastest.
         hardware: one of the devices.
-        calls: as `choose` takes them.
+        calls: for each collective its kind, such as "all_reduce", the bytes of the array that it
+            takes, and the number of its calls.
     """
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
@@ -304,15 +321,15 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the seconds of a collective by an algorithm of `makers`, and those of each byte that
-    it takes.
+    """Returns the cost of a collective by an algorithm of `makers`: alpha, its seconds for no
+    bytes, and beta, the seconds for each byte of the array that it takes.
 
-    A round takes its latency and its bytes, so two simulations tell all sizes: a search asks for
-    thousands.
+    The time of a round is linear in the bytes, so two simulations give the time for all sizes. A
+    search asks for thousands of sizes.
     """
     tables = _tables(name, group.size)
     assert tables is not None
     routes = len(tables) if isinstance(tables, tuple) else 1
-    small = group.size * routes * 2**10  # whole blocks, so that no byte is rounded up
+    small = group.size * routes * 2**10  # blocks of whole bytes, so that nothing is rounded up
     once, twice = (seconds(tables, size, network, group, kind=kind) for size in (small, 2 * small))
     return Link(2 * once - twice, (twice - once) / small)

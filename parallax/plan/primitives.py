@@ -1,5 +1,5 @@
-"""What an equation of a traced program does on a device: arithmetic, messages, and whether it needs
-memory of its own."""
+"""Classifies an equation of a traced program by what it does on a device: arithmetic, messages, and
+whether its result needs memory of its own."""
 
 import math
 from collections.abc import Mapping
@@ -8,9 +8,8 @@ from jax.extend.core import JaxprEqn
 
 from parallax import jaxprs
 
-# Read where they lie, in another shape or order, or not all of them: they need no memory of their
-# own.
-SAME = {
+# Results of these need no memory of their own: readers read the operand in its place.
+SAME = {  # the same numbers, at most in another shape
     "reshape",
     "squeeze",
     "expand_dims",
@@ -22,10 +21,10 @@ SAME = {
     "terms",
     "reduce_precision",
 }
-PARTS = {"slice", "dynamic_slice"}
+PARTS = {"slice", "dynamic_slice"}  # some of the numbers
 VIEWS = SAME | PARTS | {"rev", "broadcast_in_dim", "iota", "pad"}
-FUSED = VIEWS | jaxprs.CHEAP | jaxprs.DEAR  # computed as they are read
-# These compute what they read as they read it.
+FUSED = VIEWS | jaxprs.CHEAP | jaxprs.DEAR  # views and elementwise operations
+# These hold their result, and compute fused operands as they read them.
 READERS = {
     "concatenate",
     "reduce_sum",
@@ -37,14 +36,14 @@ READERS = {
     "argmax",
     "argmin",
 }
-UPDATES = {
+UPDATES = {  # the index of the operand that each of these changes in a part
     "dynamic_update_slice": 0,
     "scatter": 0,
     "scatter-add": 0,
     "scatter_add": 0,
-}  # which operand is written
+}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-COLLECTIVES = {  # by the names that compiled programs have for them
+COLLECTIVES = {  # with their names in compiled programs
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
     "reduce_scatter": "reduce-scatter",
@@ -54,16 +53,14 @@ COLLECTIVES = {  # by the names that compiled programs have for them
 
 
 def nbytes(aval) -> int:
-    """Returns the bytes of an array of this type; of what is no array, 0."""
+    """Returns the bytes of an array of the abstract type `aval`; 0 if it is no array's."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
 def operations(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of a product: 2 for each pair of numbers that are
-    multiplied and added.
-
-    A kernel (Pallas) states its own.
+    """Returns the floating-point operations of a matmul or a convolution: 2 for each pair of
+    numbers that it multiplies and adds. A Pallas kernel states its own number.
     """
     if eqn.primitive.name == "pallas_call":
         return int(eqn.params["cost_estimate"].flops)
@@ -74,30 +71,33 @@ def operations(eqn: JaxprEqn) -> int:
         return 2 * out * math.prod(left.shape[dim] for dim in over)
     kernel = eqn.params["dimension_numbers"].rhs_spec  # of outputs, inputs, then space
     terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
-    # The transpose of a strided convolution reads its input with zeros between, which cost nothing.
+    # The transpose of a strided convolution reads its input with zeros between the numbers, and
+    # does not multiply those.
     return 2 * terms // math.prod(eqn.params["lhs_dilation"])
 
 
 def is_product(eqn: JaxprEqn) -> bool:
-    """Returns whether it multiplies matrices. Compilers take a product of vectors for a
-    multiplication and a sum."""
+    """Returns whether an equation is a matmul, a convolution, or a Pallas kernel with a stated
+    cost. A product of vectors is none: compilers run it as a multiplication and a sum."""
     if eqn.primitive.name == "pallas_call":
         return eqn.params["cost_estimate"] is not None
     if eqn.primitive.name != "dot_general":
         return eqn.primitive.name in PRODUCTS
+    # One operand must have a dim that is neither summed over nor a batch dim.
     (over, _), (batched, _) = eqn.params["dimension_numbers"]
     return any(len(each.shape) > len(over) + len(batched) for each in jaxprs.types(eqn.invars))
 
 
 def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Returns whether it is a product over no dim: an elementwise multiplication, as compilers
-    treat it."""
+    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat it as
+    an elementwise multiplication."""
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of more than one device along which a collective moves something, in the
-    mesh's order."""
+    """Returns the axes along which a collective moves data, without those of one device, in the
+    order of the mesh. `sizes` has the devices on each axis of the mesh."""
+    # Primitives call this parameter `axes` or `axis_name`.
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)
     return tuple(axis for axis in sizes if axis in named and sizes[axis] > 1)

@@ -1,5 +1,5 @@
-"""The parts of a layer that its backward pass keeps, and those that it computes or gathers again,
-under a layout's `remat`."""
+"""The parts of a layer that are kept for its backward pass, and those that the backward pass
+computes or gathers again, under a layout's `remat`."""
 
 from typing import Literal, NamedTuple
 
@@ -7,18 +7,18 @@ from parallax.layout import Layout
 
 
 class Recomputed(NamedTuple):
-    """What happens to a layer between its forward and its backward pass.
+    """The arrays that a layer keeps, and the operations that its backward pass runs again.
 
     Attributes:
         keeps: everything, only the results of matmuls with weights, or only the layer's input.
-        keeps_gathered: whether what was gathered over devices is kept whole.
-        keeps_scores: whether attention's weights are kept.
-        gathers: all-gathers of a layer that the backward pass makes again.
-        sums: sums over devices that it makes again.
-        matmuls: whether it makes the matmuls with weights again.
-        scores: the share of attention's matmuls that it makes again; a half where their result is
-            kept, and only the scores are not.
-        passes: the share of a layer's results, between matmuls, that it makes again.
+        keeps_gathered: whether arrays that were gathered over devices are kept whole.
+        keeps_scores: whether attention's weights (of queries and keys) are kept.
+        gathers: all-gathers over devices per layer that the backward pass runs again.
+        sums: sums over devices per layer that it runs again.
+        matmuls: whether it runs the matmuls with weights again.
+        scores: the share of attention's matmuls that it runs again: a half if their result is kept,
+            and only the scores are not.
+        passes: the share of a layer's results, between matmuls, that it computes again.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -33,20 +33,21 @@ class Recomputed(NamedTuple):
     whole_stage: bool
 
     def products(self, layers: int, last: float) -> float:
-        """Returns the share of the matmuls with weights that it makes again, in a stage of so many
-        layers.
+        """Returns the share of the matmuls with weights that the backward pass runs again, in a
+        stage of `layers` layers.
 
-        The last of a layer, a share `last` of its matmuls, is not needed: it makes what the next
-        layer or stage has.
+        The last matmul of what runs again, a layer or the whole stage, is left out: its result is
+        the input of the next one, which is kept there. It is a share `last` of a layer's matmuls.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 
 
 def recomputed(layout: Layout) -> Recomputed:
-    """Returns the operations that a layout's `remat` computes again."""
+    """Returns what a layer keeps, and what its backward pass runs again, under a layout's
+    `remat`."""
     word = layout.remat
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
-    # With ZeRO-3 a layer that keeps everything else gathers its weights again.
+    # ZeRO-3 gathers a layer's weights again even if the layer keeps all the rest.
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
     attention_again = word == "attention" and not gathers_again
     whole_stage = word == "stage"
@@ -54,7 +55,7 @@ def recomputed(layout: Layout) -> Recomputed:
         scores, passes = 1.0, 1.0
     elif attention_again:
         scores, passes = 0.5, 0.5
-    else:  # ZeRO-3 keeps what attention makes, whatever `remat` says of it
+    else:  # with ZeRO-3 also for remat `attention`, which then keeps attention's arrays
         scores, passes = 0.0, 0.0
     return Recomputed(
         keeps=keeps,
@@ -70,6 +71,6 @@ def recomputed(layout: Layout) -> Recomputed:
 
 
 def layers_in_body(layout: Layout) -> int:
-    """Returns the number of layers in the body of the loop over layers: two where the gathers of
-    one overlap the other."""
+    """Returns the number of layers in the body of the loop over layers. ZeRO-3 has two, so that the
+    gathers of one layer overlap the computation of the other."""
     return 2 if layout.zero == 3 else 1

@@ -1,10 +1,12 @@
-"""Bytes that a decoder's layer keeps for its backward pass, and those that a stage's job hands on.
+"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that the input's
+gradient hands on to the weights' gradients.
 
-They are what `jax.vjp` keeps of a layer, which the tests count. Before it traces a step, the search
-drops the layouts that cannot fit by these estimates.
+The closed forms count what `jax.vjp` keeps of a layer, and the tests compare the two. By these
+estimates the search drops layouts that cannot fit, before it traces a step.
 
 Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2
-numbers, t tensor devices.
+numbers, t tensor devices. `short` is the bytes of a number in 16-bit precision, and `kernel` says
+whether attention runs in a kernel that keeps no scores.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits.
@@ -22,8 +24,9 @@ from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import recomputed
 from parallax.plan.units import Number
 
-FLOAT = 4  # bytes of what is summed
-RESULTS_OF_SWIGLU = 5  # the gate, its sigmoid and their product, the other input, the result
+FLOAT = 4  # bytes of a number in a sum, a norm or a softmax
+# Arrays that a SwiGLU keeps: the gate, its sigmoid, their product, the other input, the result.
+RESULTS_OF_SWIGLU = 5
 TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
 
@@ -35,8 +38,9 @@ class Sizes(NamedTuple):
         split: A / t.
         scores: S / t.
         narrow: bytes of a number that the model computes.
-        stream: numbers of the residual stream.
-        gathered: numbers of the input of a column-parallel layer, as it is kept.
+        stream: numbers of the residual stream: A, or A / t if it is split by tokens.
+        gathered: numbers that are kept of the input of a column-parallel layer: A, or those of the
+            stream if the backward pass gathers it again.
     """
 
     whole: int
@@ -51,7 +55,7 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     """Returns the sizes of a microbatch on a device; `short` is the bytes of a number in a short
     precision."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
-    tile = min(TILE, T) ** 2  # around the ring, scores are made a tile at a time
+    tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T
     A, S = b * T * config.width, b * config.heads * scores
     stream = A / t if layout.sequence else A
@@ -64,12 +68,13 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps where nothing but attention is computed again: what
-    `jax.vjp` keeps of it.
+    """Returns the bytes that a layer keeps if the backward pass computes nothing again but, with
+    remat `attention`, its scores.
 
-    Norms keep four activations (two in float32), column-parallel layers their inputs, attention q,
-    k, v and its result, GELU some of four times the width; the softmax its result in both types and
-    two numbers a row. With a `kernel` for attention there are no scores.
+    Norms keep four activations, two of them in float32, and four numbers per token. Column-parallel
+    layers keep their inputs. Attention keeps q, k, v and its result. GELU or SwiGLU keeps some
+    arrays of the feed-forward's width. The softmax keeps its result in both types, and two numbers
+    per row. With a `kernel`, or over a context axis, no scores are kept.
     """
     size, b, T = (
         sizes(config, layout, batch, short),
@@ -85,7 +90,7 @@ def everything(
         + numbers / config.width * size.narrow * size.split
     )
     kept += 4 * FLOAT * b * T / layout.token_shards
-    rows = FLOAT * b * config.heads * T / layout.tensor  # a number for each query and head
+    rows = FLOAT * b * config.heads * T / layout.tensor  # one number for each query and head
     scores = (FLOAT + size.narrow) * size.scores + 2 * rows
     if layout.context > 1:
         return kept + rows
@@ -95,8 +100,8 @@ def everything(
 
 @functools.cache
 def results_of_gelu() -> int:
-    """Returns how many arrays of its size JAX keeps of a GELU and for the product after it: six in
-    JAX 0.10, five in 0.12."""
+    """Returns the number of arrays of its input's size that JAX keeps of a GELU and for the matmul
+    after it: six in JAX 0.10, five in 0.12. Counts the residuals of two layers in a scan."""
     x, weights = (
         jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
         jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
@@ -117,8 +122,8 @@ def results_of_gelu() -> int:
 def layer(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps for its backward pass; with remat `stage`, if it were
-    kept."""
+    """Returns the bytes that a layer keeps for its backward pass. With remat `stage` these are the
+    bytes that it keeps while the stage runs backward."""
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
@@ -130,11 +135,11 @@ def layer(
 
 
 def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number:
-    """Returns the bytes of a layer that its input's gradient hands on to a lane of the weights'
-    gradients, where nothing is computed again.
+    """Returns the bytes that the input's gradient of a layer hands on to the job for the weights'
+    gradients, if nothing is computed again.
 
-    The cotangents of its four products, 3 + 4 of width D over the tensor devices and two whole
-    ones, and the gradients of norms and biases, which are made on the way.
+    These are the cotangents of its four matmuls (for a GPT-2 3 + 4 of width D, split over the
+    tensor devices, and two whole ones), and the gradients of norms and biases, which it computes.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel
@@ -145,8 +150,8 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
 def at_least(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a step keeps at least besides its arguments: those of the layers, of
-    all microbatches in flight."""
+    """Returns a lower bound of the bytes that a step needs besides its arguments: those that the
+    layers keep for all microbatches in flight."""
     slots = jobs(layout).slots if layout.pipelined else 1
     if recomputed(layout).whole_stage:
         size = sizes(config, layout, batch, short)

@@ -1,5 +1,6 @@
-"""The time of a traced step: what its products, its memory and its messages take, and which of them
-bounds it."""
+"""The time of a traced step: the seconds of its products, its memory and its messages, and which of
+them bounds it. A message's `kind` is its name in compiled programs, such as "all-reduce", and its
+`bytes` are those of its result."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,11 +18,11 @@ class Seconds(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        products: matrix products, at the share of the rate that large ones reach.
-        passes: memory read and written.
-        messages: between devices, by axes, one after another.
-        share: of the devices' peak rate: operations of products over the time of everything, one
-            thing after another.
+        products: of matrix products, at the share of the peak rate that large ones reach.
+        passes: of memory that is read and written.
+        messages: of messages between devices, one after another, by axes.
+        share: the share of the devices' peak rate: the seconds of products at that rate, over
+            `total`.
     """
 
     products: float
@@ -31,17 +32,17 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of everything, one thing after another."""
+        """Seconds of the step without overlap."""
         return self.products + self.passes + sum(self.messages.values())
 
     @property
     def least(self) -> float:
-        """Seconds of the longest alone, as if all else hid behind it."""
+        """Seconds of the slowest kind: the time of the step if all else overlaps it."""
         return max(self.bounds.values())
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Seconds of each kind."""
+        """Seconds of each kind: products, memory and messages."""
         return {
             "products": self.products,
             "memory": self.passes,
@@ -50,14 +51,19 @@ class Seconds(NamedTuple):
 
 
 def seconds(trace: Any, hardware: Hardware) -> Seconds:
-    """Returns the time of a `Trace` on devices of `hardware`."""
+    """Returns the time of a `Trace` on devices of `hardware`.
+
+    Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
+    network. The others take that of a formula.
+    """
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
     products, passes = (
         ideal / hardware.efficiency,
         (trace.read + trace.written) / hardware.bandwidth,
     )
     along: dict[tuple[str, ...], float] = {}
-    calls: dict[str, list[tuple[str, int, int]]] = {}  # of `jax.lax`, along one axis
+    # The calls of `jax.lax` along each axis: kind, bytes of the operand, number of calls.
+    calls: dict[str, list[tuple[str, int, int]]] = {}
     for message, times in trace.messages.items():
         if message.kind in _LIKE and len(message.axes) == 1:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
@@ -74,15 +80,15 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """Returns how far apart the devices of a group are numbered, both ends counted; the last axis
-    of the mesh runs fastest."""
+    """Returns the range of device numbers in a group along `axes`: the last minus the first, plus
+    1. The last axis of the mesh runs fastest. Tells whether a group fits into a fast domain."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
 
 
-# `jax.lax`'s own collectives, which have no table. Along several axes at once they take the time of
-# halving, which has the fewest rounds of equal bytes.
+# Collectives of `jax.lax`, which have no table. Along several axes at once they take the time of
+# halving, which among algorithms of equal bytes has the fewest rounds.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,
@@ -97,7 +103,8 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
-    """Returns the hops: a permute is one hop; what `jax.lax` moves itself is priced as halving."""
+    """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
+    n - 1 blocks; the other collectives of `jax.lax` cost as much as halving."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
@@ -107,4 +114,6 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
 
 
 def _rate(dtype: str, hardware: Hardware) -> float:
+    """Returns a device's peak operations per second in a type: in 16 bits or fewer, or in full
+    precision."""
     return hardware.rate if jnp.dtype(dtype).itemsize <= 2 else hardware.full_rate

@@ -1,5 +1,5 @@
-"""The work of a pipeline's parts: the operations of all products of F, I, W and the head, counted
-in their traces.
+"""Counts the work of a pipeline's jobs F, I, W and of its head: the floating-point operations of
+the matmuls in their traces.
 
 Legend: F a chunk's forward pass, I the input's cotangent, W the gradients of its weights.
 """
@@ -26,13 +26,14 @@ from parallax.schedule import Schedule
 
 
 class StageWork(NamedTuple):
-    """Operations in products, of one microbatch on one device: 2 for each term of each sum.
+    """Operations in matmuls, of one microbatch on one device: 2 for each term of each sum.
 
     Attributes:
-        forward: of F, of one chunk.
-        backward: of I, of one chunk; with `save=inputs` it includes the second forward pass.
-        weight: of W, of one chunk.
-        head: of the head and its gradient.
+        forward: operations of F for one chunk.
+        backward: operations of I for one chunk; with `save=inputs` also of the forward pass that
+            runs again.
+        weight: operations of W for one chunk.
+        head: operations of the head and its gradient.
     """
 
     forward: int
@@ -41,7 +42,8 @@ class StageWork(NamedTuple):
     head: int
 
     def costs(self, chunks: int = 1) -> tuple[int, int, int]:
-        """Returns the times F, I and W of a whole stage, as `Schedule.makespan` takes them."""
+        """Returns the operations of F, I and W in a stage of `chunks` chunks, which
+        `Schedule.makespan` takes as their times."""
         return self.forward * chunks, self.backward * chunks, self.weight * chunks
 
 
@@ -56,19 +58,24 @@ def stage_work(
     trainable: PyTree = trees.is_inexact,
     save: Save = residuals,
 ) -> Callable[..., StageWork]:
-    """Returns the function `(params, batch, *, mesh, in_specs) -> StageWork` of a pipeline.
+    """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    Nothing runs, so arrays may be shapes. The arguments are those of `pipeline.value_and_grad`, and
-    `in_specs` those of its `mesh.spmd`. F + I + W equals F and the whole backward pass: no product
-    is computed twice.
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
+    arguments are those of `pipeline.value_and_grad`, and `in_specs` those of its `mesh.spmd`. I + W
+    equals the whole backward pass: no matmul is computed twice.
     """
     functions = Functions(embed, stage, head, blocks, trainable)
 
     def work_of(params: PyTree, batch: PyTree, *, mesh: Mesh, in_specs: Any) -> StageWork:
+        """Traces the jobs of one stage under `mesh.spmd`, and counts their operations."""
         counts: list[int] = []
         arrays, static = eqx.partition(params, trees.is_array)
 
         def traced(arrays, batch):
+            """Adds the operations of F, I, W and the head to `counts`, and returns nothing.
+
+            `in_halves` splits the backward pass into I and W, also for a schedule that does not.
+            """
             params = eqx.combine(arrays, static)
             jobs = Jobs(
                 *(functions, schedule, Axis.of(axis), params, batch),
@@ -88,10 +95,8 @@ def stage_work(
 
 
 def _products(jaxpr: Jaxpr) -> int:
-    """Returns the operations in a program's products, in all trips of its loops.
-
-    A loop of unknown length counts as one trip.
-    """
+    """Returns the operations of a program's matmuls, in all trips of its loops. A loop of unknown
+    length counts as one trip."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in primitives.PRODUCTS:

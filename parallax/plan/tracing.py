@@ -1,12 +1,13 @@
-"""What any step needs and does, read from its traced program: nothing is compiled, and the devices
-need not exist.
+"""Reads memory, messages, arithmetic and time of any step from its traced program. Nothing is
+compiled, and the devices need not exist.
 
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
-The program is walked once. Operations of products and bytes of messages are those of the compiled
-program. Memory is that of a compiler which fuses elementwise operations and writes over what is
-read for the last time: `liveness` says how.
+The program is walked once. The operations of products and the bytes of messages equal those of the
+compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
+result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
+program, and a `Buffer` its memory.
 """
 
 from collections import Counter
@@ -29,22 +30,22 @@ from parallax.plan.units import quantity
 
 
 class Trace(NamedTuple):
-    """What a device needs and does in one step. `str` of it is a report.
+    """The memory, messages and work of one device in one step. `str` of it is a report.
 
     Attributes:
         mesh: the size of each axis.
-        operations: floating-point operations of products, by the type of what they multiply.
-        lines: the same, by the caller's line.
-        read: bytes read from memory, by what a compiler cannot fuse.
-        written: bytes written to it.
-        messages: how often each collective runs.
-        arguments: bytes of what the step takes.
-        donated: of them, bytes that the step may write over.
-        results: bytes that it returns, beside those in the place of a donated argument.
-        temporaries: bytes of all else at the fullest moment.
-        at_peak: what those are, the largest first.
-        unbounded: the lines of loops whose trips are not known: each counts one.
-        seconds: of a step, on the hardware that was given; None without.
+        operations: floating-point operations of products, by the type of their operands.
+        lines: the same, by the line of the caller's source.
+        read: bytes that operations read from memory, after fusion.
+        written: bytes that they write to it.
+        messages: the number of calls of each collective.
+        arguments: bytes of the step's arguments.
+        donated: bytes of those arguments that the step may write over.
+        results: bytes of the results that are not written over a donated argument.
+        temporaries: bytes of all other arrays at the fullest moment.
+        at_peak: the temporaries at that moment, the largest first.
+        unbounded: the lines of loops whose number of trips is not known; one trip is counted.
+        seconds: the time of a step; None without hardware.
     """
 
     mesh: dict[str, int]
@@ -87,17 +88,17 @@ def trace(
     platform: str = "",
 ) -> Trace:
     """Returns the trace of `step(*shapes)`: its memory, messages and operations on each device of
-    `mesh`. It is traced, and neither compiled nor run.
+    `mesh`. The step is neither compiled nor run.
 
     Args:
-        step: any function under `mesh.spmd`, jitted or not; what `jax.jit` donates counts as
-            donated.
-        shapes: its arguments; `jax.ShapeDtypeStruct`s will do for arrays. One that `mesh.spmd`
-            splits counts as its block.
-        mesh: that of the step: its devices need not exist.
+        step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
+            as donated.
+        shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. Of an argument
+            that `mesh.spmd` splits, a device's block counts.
+        mesh: the mesh of the step. Its devices need not exist.
         hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
-        platform: whose branch of `lax.platform_dependent` counts: "cpu", "tpu", "cuda"; by default
-            that of the hardware, or the one for all others.
+        platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or
+            "cuda". By default it is that of the hardware, or without hardware the default branch.
 
     Raises:
         ValueError: the step is not mapped over `mesh`.
@@ -114,14 +115,15 @@ def trace(
     arguments = [_argument(var) for var in jaxpr.invars]
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
-    read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit leaves out the others
+    is_read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit drops the others
     kept = [
         (var, value.buffer)
-        for var, value, each in zip(jaxpr.invars, arguments, read, strict=True)
-        if each
+        for var, value, needed in zip(jaxpr.invars, arguments, is_read, strict=True)
+        if needed
     ]
     own = {var: buffer for var, buffer in kept if buffer is not None}
     pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
+    # Copies of donated arguments live from here until all results are written.
     copied = compiler_copies.first(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
@@ -151,7 +153,7 @@ def trace(
 
 
 def _unplaced(leaf: Any) -> Any:
-    """Returns an argument without the devices that it lies on, which may be another mesh's."""
+    """Returns an argument without its sharding, which may have devices of another mesh."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -160,12 +162,13 @@ def _unplaced(leaf: Any) -> Any:
 
 
 def _argument(var: Any) -> Value:
+    """Returns the value of an argument, in a buffer that is no temporary."""
     buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
     return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the arguments that a jitted function of the program may write over."""
+    """Returns the variables that a jitted function of the program may write over (`donate`)."""
     marked = [
         (eqn.invars, eqn.params["donated_invars"])
         for eqn in jaxpr.eqns
@@ -182,8 +185,11 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Returns each result with the donated argument in whose place it is, the first of its size;
-    and the results that have none."""
+    """Returns the results that are written over a donated argument of their size, each with the
+    argument's buffer, and the results that are not.
+
+    Each result takes the first buffer of `free` of its size that is left, as XLA does.
+    """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
         places.setdefault(buffer.bytes, []).append(buffer)
@@ -197,6 +203,8 @@ def _placed(
 
 
 def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
+    """Raises `ValueError` unless the program is mapped over devices, and always over a mesh of
+    these sizes."""
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
@@ -214,7 +222,8 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
-    """Returns the buffers at the peak, those of one line together."""
+    """Returns the buffers at the peak, the largest first. Buffers of the same operation on the same
+    line are added up."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -227,7 +236,7 @@ def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """Returns the trace, a line for each number."""
+    """Returns the trace as text, a line for each number, and at most `rows` for each list."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,
@@ -272,6 +281,8 @@ def report(trace: Trace, *, rows: int = 8) -> str:
 
 
 def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
+    """Returns the lines of the `rows` collectives that move most bytes. Those of one source line,
+    kind and axes are one row: total bytes, calls, and the bytes of the largest result."""
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
@@ -289,6 +300,7 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
+    """Returns two lines on the time of a step: without overlap, and with full overlap."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())
@@ -301,5 +313,5 @@ def _of_time(found: Seconds) -> list[str]:
 
 
 def _short(line: str) -> str:
-    """Returns a line with the last two parts of its path."""
+    """Returns a source line with only the last two parts of its path."""
     return "/".join(line.split("/")[-2:])

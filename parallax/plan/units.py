@@ -1,4 +1,4 @@
-"""Numbers to read."""
+"""Numbers with units, as text."""
 
 import math
 
@@ -6,7 +6,8 @@ Number = float | int
 
 
 def quantity(number: Number, unit: str) -> str:
-    """Returns a number to three digits with the prefix that suits it."""
+    """Returns a number as text with three digits and a decimal prefix, such as "1.5 GB"; infinity
+    as "no limit"."""
     if math.isinf(number):
         return f"no limit ({unit})"
     power = min(6, int(math.log10(float(f"{number:.2e}")) // 3)) if number >= 1 else 0

@@ -1,5 +1,5 @@
-"""A step in a user's file, for the command line: `path/to/file.py:function`, where `function(mesh)`
-returns step and shapes."""
+"""Reads a step from a user's file, for the command line. It is named `path/to/file.py:function`,
+and `function(mesh)` returns the step and the shapes of its arguments."""
 
 import runpy
 from collections.abc import Callable
@@ -17,8 +17,8 @@ FORM = (
 
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the step and the shapes of its arguments, which the function named in `program`
-    returns for a mesh.
+    """Runs the file that `program` names, calls its function with the mesh `world`, and returns the
+    step and the shapes of its arguments.
 
     Raises:
         ValueError: there is no such file, or no such function in it, or it returns something else.
@@ -44,8 +44,8 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
 
 
 def world(sizes: str) -> AbstractMesh:
-    """Returns the mesh that `data=256,tensor=8` describes. Raises `ValueError` where it describes
-    none."""
+    """Returns the abstract mesh that a text such as `data=256,tensor=8` describes. Raises
+    `ValueError` if the text has another form."""
     try:
         pairs = [part.split("=") for part in sizes.split(",")]
         return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
