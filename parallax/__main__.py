@@ -31,8 +31,9 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit status: 2, with the reason on stderr, for a wrong
-    request."""
+    """Runs the command that `arguments` name (by default those of the process), and prints its
+    result. Returns the exit status: 2 for a wrong request, whose error goes to stderr.
+    """
     options = parser().parse_args(arguments)
     try:
         print(options.run(options))

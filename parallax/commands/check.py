@@ -34,7 +34,7 @@ def add_checks(commands: Any) -> None:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Returns the predictions beside the compiled step.
+    """Returns a table of the plan's predictions beside the values of the compiled step.
 
     Raises:
         ValueError: the layout does not fit.
@@ -70,7 +70,8 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def first_difference(options: argparse.Namespace) -> str:
-    """Returns the first value of a layout's step that differs from one device, or from a record.
+    """Returns a report of the first value in a layout's step that differs from the step on one
+    device, or from a record.
 
     Raises:
         ValueError: the layout does not fit, or the record or its folder does not exist.
@@ -94,7 +95,8 @@ def first_difference(options: argparse.Namespace) -> str:
     generator = np.random.default_rng(0)
     shape = (options.batch, chosen.config.context + 1)
     windows = generator.integers(0, chosen.config.vocabulary, shape).astype(np.int32)
-    # AdamW would divide the rounding of a gradient that is zero, such as the keys' bias, by itself.
+    # Not AdamW: where a gradient is 0, as for the bias of keys, it would divide the rounding error
+    # by itself, and so report a large difference.
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
@@ -120,7 +122,7 @@ def first_difference(options: argparse.Namespace) -> str:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuses `--record` without its file, and `--save` without its folder."""
+    """Raises `ValueError` if the file of `--record`, or the folder of `--save`, does not exist."""
     if options.record and not Path(options.record).is_file():
         raise ValueError(
             f"--record needs a file that --save wrote; there is none at {options.record}."

@@ -74,7 +74,9 @@ def compile_for(options: argparse.Namespace) -> str:
 
 
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Returns the training step on the devices of `target`, and the shapes of its arguments."""
+    """Returns the training step on the devices of `target`, and the shapes of its arguments, the
+    state and the windows. Raises `ValueError` if the islands or the layout do not fit.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# The family of each model, and the constant of the family's module. `model` imports them.
+# For each model, its family's module, and the name of its configuration there; "" if `model` makes
+# the configuration. The modules are imported by `model` only, so that `--help` is fast.
 MODELS = {
     "tiny": ("gpt2", ""),
     "small": ("gpt2", "SMALL"),
@@ -21,7 +22,8 @@ MODELS = {
     "llama-70b": ("llama", "B70"),
 }
 HARDWARE = "v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
-FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}  # sizes
+# The flag that sets each size of `Layout.check`.
+FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}
 
 
 class Model(NamedTuple):
@@ -35,6 +37,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Keeps the lines of the description, and shows each default that an option has."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Returns an option's help, followed by its default if it has one."""
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -47,7 +50,11 @@ def add_command(
     model: str = "small",
     batch: int = 16,
 ) -> argparse.ArgumentParser:
-    """Adds a command with the options of all commands that build a model; returns its parser."""
+    """Adds a command, and the options that all commands share; returns the command's parser.
+
+    `run` is called with the parsed options, and returns the text to print. `words` describe the
+    command; `model` and `batch` are defaults of its options.
+    """
     command = commands.add_parser(name, help=words, description=words, formatter_class=Help)
     command.set_defaults(run=run)
     add = command.add_argument
@@ -104,7 +111,8 @@ def use_cpus(devices: int) -> None:
 
 
 def model(options: argparse.Namespace) -> Model:
-    """Returns the model of `--model`, with `--context` and `--layers`.
+    """Returns the model of `--model`, with the sizes of `--context` and `--layers` if they are
+    given.
 
     Raises:
         ValueError: a size is below 1.
@@ -146,11 +154,12 @@ def chip_of(options: argparse.Namespace) -> Any:
 def layout_of(
     options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
 ) -> Any:
-    """Returns the `Layout` of `--layout`, if it fits the model, the batch and the devices.
+    """Returns the `Layout` of `--layout`, after a check that it fits the model, the batch and the
+    number of devices, which may be None.
 
     Raises:
-        ValueError: it does not fit. The message proposes flags that fit, and changes no size that
-            is named in `fixed`.
+        ValueError: the layout does not fit. The message proposes flags that fit; they do not change
+            the sizes that are named in `fixed`.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -158,7 +167,7 @@ def layout_of(
     sizes = {**config.sizes, "batch": options.batch}
     if devices is not None:
         sizes["devices"] = devices
-    fixed = ("heads", "hidden", "rows", *fixed)
+    fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
     return Layout.parse(options.layout or "", sizes, wording)
 
@@ -169,18 +178,18 @@ def _flag_or_field(name: str, value: Any) -> str:
 
 
 def flag(name: str, value: Any) -> str:
-    """Returns a field of the layout as a flag."""
+    """Returns the flag `--name value`."""
     return f"--{name} {value}"
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns flags for a change of the layout's fields."""
+    """Returns the flags of a proposal: one for each field in `change`."""
     return " ".join(flag(name, value) for name, value in change.items())
 
 
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags for a change: `--layout` with the fields of the layout that were `written`
-    and are changed, and a flag for each size.
+    """Returns the flags of a proposal: `--layout` with the fields that the user has `written`,
+    updated by those of `change`; and a flag for each size in `change`.
     """
     from parallax import validate
 

@@ -148,7 +148,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
-    """Return whether attention keeps no scores; None: as the recipe's own attention."""
+    """Returns True if attention keeps no scores, or None to plan the recipe's own attention."""
     return options.attention_kernel or None
 
 

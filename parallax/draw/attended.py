@@ -1,5 +1,6 @@
-"""Causal attention over split tokens: the hop in which each block of scores is computed, and the
-device that computes it."""
+"""Draws causal attention over split tokens: the hop in which each block of scores is computed, and
+the device that computes it. A *block* has the scores of one chunk of queries and one of keys.
+"""
 
 import numpy as np
 
@@ -23,9 +24,10 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
     """
-    # chunks: [device, chunk of the device]. Of block_pairs, own is [device, pair, 3] for hop 0, and
-    # hops is [hop - 1, device, pair, 3]. A pair is a local chunk of queries, one of keys, and 1, or
-    # 0 if the pair only fills the table up: in a hop all devices compute equally many pairs.
+    # chunks is [device, chunk of the device]. The pairs of hop 0 are table.own, [device, pair, 3],
+    # and those of later hops are table.hops, [hop - 1, device, pair, 3]. A pair is the number of a
+    # local chunk of queries, that of a chunk of keys, and 1; or 0 instead of 1 if the pair is only
+    # padding, since in a hop all devices compute equally many pairs.
     chunks, table = chunk_table(order, n), block_pairs(order, n)
     hops = np.full((chunks.size, chunks.size), -1)  # -1: the mask hides the whole block
     for device, local_chunks in enumerate(chunks):
@@ -43,7 +45,7 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     for query, row in enumerate(hops):
         cells = ["." if hop < 0 else str(hop) for hop in row]
         rows.append([f"queries {query} on device {owner[query]}", *cells])
-    # Per device: its diagonal blocks, and the pairs that do not just fill the table up.
+    # For each device, the number of its diagonal blocks and of its pairs that are not padding.
     used = [
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)

@@ -21,7 +21,7 @@ def bytes_by_kind(
     With a `path`, also draws a picture there: a stacked bar for each plan.
 
     Args:
-        plans: by the name of each plan, the bytes of each kind, such as a plan's `Memory.at_peak`.
+        plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
         counted: says which bytes these are, such as `"sent in a step"`.
 
@@ -43,8 +43,8 @@ def traffic(
     sent: Mapping[str, Number] | Mapping[tuple[str, ...], Number] | Sequence[Entry],
     path: canvas.Path | None = None,
 ) -> str:
-    """Returns the bytes that a device sends in a step along each axis, or set of axes, the most
-    first.
+    """Returns a table of the bytes that a device sends in a step along each axis or set of axes,
+    with the most bytes first.
 
     With a `path`, also draws a picture there: a bar for each.
 

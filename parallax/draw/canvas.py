@@ -68,8 +68,9 @@ def grid(
     rows: Sequence[str],
     columns: Sequence[str],
 ) -> None:
-    """Draws a table of squares, each with its colour and its text, and names its rows and
-    columns."""
+    """Draws a table of squares, and the names of its rows and columns. `cells` has the colour and
+    the text of each square, by row and column.
+    """
     for (row, column), (background, text) in cells.items():
         corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
         axes.fill(*corners, facecolor=background, edgecolor="white", linewidth=1.2)
@@ -82,7 +83,8 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """Returns the unit in which `largest` bytes are best written: its size in bytes, its name."""
+    """Returns the largest unit that is not above `largest` bytes: its size in bytes and its
+    name."""
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 

@@ -1,4 +1,6 @@
-"""Texts and pictures as one HTML file that loads no others, also for phones and dark mode."""
+"""Writes texts and pictures as one HTML file that loads no other files; it suits phones and dark
+mode.
+"""
 
 import base64
 import html

@@ -1,4 +1,6 @@
-"""The number of microbatches that each stage of a schedule holds over time: its cost in memory."""
+"""Draws the number of microbatches that each stage of a schedule holds over time, which is its cost
+in memory.
+"""
 
 from collections.abc import Sequence
 
@@ -21,9 +23,9 @@ def in_flight(
     """Returns a table of the microbatches whose residuals each stage holds in lockstep: the most,
     and the mean over time.
 
-    Residuals are held from the start of a forward job to the end of the job of the last gradient;
-    the residuals of one of v chunks count 1/v. With a `path`, the function also draws a panel for
-    each stage, as wide as `timeline`'s picture.
+    Residuals are held from the start of the forward job to the end of the last backward job, or of
+    the weight job if there is one. The residuals of one of v chunks count 1/v. With a `path`, the
+    function also draws a panel for each stage, as wide as `timeline`'s picture.
 
     Args:
         schedule: the schedule.
@@ -59,7 +61,9 @@ def in_flight(
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
-    """Returns the microbatches that one stage holds, from time 0 on."""
+    """Returns the number of microbatches that one stage holds, from time 0 on. `spans` are the
+    stage's jobs.
+    """
     last_lane = list(schedule.lanes)[-1]
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
@@ -79,12 +83,14 @@ def _mean(curve: Curve, end: float) -> float:
 
 
 def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Path) -> None:
-    """Draws a panel for each stage, with the microbatches that it holds over time."""
+    """Draws a panel for each stage, with the microbatches that it holds over time; a panel's time
+    axis is `inches` wide.
+    """
     highest = max(count for curve in curves for _, count in curve)
     picture = canvas.figure(inches + 1.7, 0.5 * len(curves) + 1.3)
     panels = picture.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for stage, (axes, curve) in enumerate(zip(panels, curves, strict=True)):
-        times, counts = zip(*[*curve, (end, curve[-1][1])], strict=True)
+        times, counts = zip(*[*curve, (end, curve[-1][1])], strict=True)  # up to the common end
         axes.axhspan(0, highest, color=canvas.GREY, linewidth=0)
         axes.fill_between(times, 0, counts, step="post", color=canvas.COLOURS[0], linewidth=0)
         axes.set(xlim=(0, end), ylim=(0, highest), ylabel=f"{stage}")

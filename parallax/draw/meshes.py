@@ -9,7 +9,7 @@ from parallax.draw import canvas
 
 
 def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
-    """Returns the number of each device as a table: the last axis in columns, the others in rows.
+    """Returns a table with the id of each device: the last axis in columns, the others in rows.
 
     With a `path`, also draws a picture there, with a panel for each index of the first axes.
 
@@ -29,7 +29,7 @@ def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
 
 
 def _number(device) -> str:
-    """Returns the number of a device as text."""
+    """Returns the id of a device as text."""
     return str(device.id)
 
 
@@ -44,12 +44,12 @@ def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Pat
     panels = list(np.ndindex(numbers.shape[:-2]))
     rows, columns = numbers.shape[-2:]
     across = min(len(panels), 4)
-    down = -(-len(panels) // across)
+    down = -(-len(panels) // across)  # rounded up
     cell = 0.62 if max(rows, columns) <= 16 else 9 / max(rows, columns)
     width = max(across * (cell * columns + 0.9), 0.085 * len(title) + 2.0)
     picture = canvas.figure(width, down * (cell * rows + 0.75) + 0.4)
     subplots = picture.subplots(down, across, squeeze=False).flat
-    for axes in subplots[len(panels) :]:
+    for axes in subplots[len(panels) :]:  # the last row of panels may not be full
         axes.set_axis_off()
     row_names = [str(k) for k in range(rows)] if names[-2] else [""]
     for k, index in enumerate(panels):

@@ -1,4 +1,7 @@
-"""A replayed program over time: when it computes and when each axis carries messages."""
+"""Draws a replayed program over time: when it computes, and when each axis carries messages.
+
+A *row* is a line of time: "compute", or a set of axes with messages.
+"""
 
 import json
 import os
@@ -10,14 +13,14 @@ from parallax.compiled.timeline import Event, Timeline
 from parallax.draw import canvas
 
 WIDTH = 72  # the characters of a line of time
-MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # for shares above
+MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shares above a bound
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Returns a line of time for computing, and one for each set of axes: `#` where it is busy, `+`
-    for over half of the time, `.` for less.
+    """Returns a line of time for computing, and one for each set of axes. A character is a part of
+    the time: `#` if the row is busy all of it, `+` for over half of it, and `.` for less.
 
-    With a `path`, the function also draws the lines.
+    With a `path`, the function also draws the lines there.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -59,12 +62,12 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
     """Returns for each of `WIDTH` equal parts of the time the share in which an event runs.
 
-    Events may overlap: time in which two of them run counts once.
+    Events may overlap; the time in which two of them run counts once. `end` is the end of the time.
     """
     busy, until = np.zeros(WIDTH), 0.0
     edges = np.linspace(0.0, end, WIDTH + 1)
     for event in sorted(events, key=lambda event: event.start):
-        start = max(event.start, until)
+        start = max(event.start, until)  # the time before `until` is counted already
         until = max(until, event.stop)
         overlap = np.minimum(edges[1:], event.stop) - np.maximum(edges[:-1], start)
         busy += np.clip(overlap, 0.0, None)
@@ -72,7 +75,7 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
 
 
 def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path) -> None:
-    """Draws a line for each row, with a box for each event."""
+    """Draws each row as a grey line over the whole time, with a box for each event."""
     picture = canvas.figure(12.0, 0.5 * len(rows) + 1.3)
     axes = picture.add_subplot()
     end = 1e3 * timeline.seconds

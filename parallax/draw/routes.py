@@ -1,4 +1,8 @@
-"""The table of a collective, round by round: the blocks that a device sends and holds."""
+"""Draws the table of a collective, round by round: the blocks that a device sends and holds.
+
+All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
+device that is o places after the one that holds it.
+"""
 
 import itertools
 import math
@@ -10,12 +14,12 @@ from parallax.draw import canvas
 
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
-    """Returns a table as text: for each round the blocks that every device sends, and the blocks
+    """Returns a table as text: for each round, the blocks that every device sends, and the blocks
     that it then holds.
 
-    A block is named by its offset, in row-major order of the box: the owner of block 3 is the
-    device 3 further on. The numbers after a block list the devices whose terms are summed in it, by
-    their distance behind the owner. For a gather, read the rounds backwards.
+    Offsets are numbered in row-major order of the box, which is the grid of the devices. The
+    numbers after a block list the devices whose terms are summed in it, by their distance before
+    the owner. For a gather, read the rounds backwards.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -34,7 +38,9 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
-    """Yields the lines of a table: its sizes; then, for each round, its messages and the blocks."""
+    """Yields the lines of a table: its sizes; then for each round its messages, and the blocks that
+    a device holds after it.
+    """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
     yield (
@@ -42,7 +48,7 @@ def _lines(table: Route) -> Iterator[str]:
         f"{max([0, *table.hops()])} in a row"
     )
     for r, blocks in enumerate(_blocks(table)):
-        if r:
+        if r:  # the first blocks are those before round 0
             moves = []
             for step, offsets in table.rounds[r - 1].items():
                 numbers = ", ".join(str(table.device_number(offset)) for offset in offsets)
@@ -65,8 +71,8 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 
 
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
-    """Yields the blocks that a device holds, first at the start and then after each round: by the
-    block's offset, the numbers of the devices that are summed in it.
+    """Yields the blocks that a device holds, first at the start and then after each round: a
+    dictionary from a block's offset to the numbers of the devices that are summed in it.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     blocks = {number: {number} for number in numbers}
@@ -106,7 +112,9 @@ def _equal_rounds(table: Route) -> Iterator[list[int]]:
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draws the devices and the messages of some rounds, which are equal in all of them."""
+    """Draws the devices in a circle, and an arrow for each message of `rounds`, which have the same
+    messages.
+    """
     angles = [2 * math.pi * device / table.n for device in range(table.n)]
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]
     sends = table.rounds[rounds[0]]
@@ -124,7 +132,9 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
-    """Returns the numbers of the rounds, and the fewest and the most blocks that a device sends."""
+    """Returns the title of a circle: the numbers of its rounds, and the fewest and the most blocks
+    that a device sends in one of them.
+    """
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}
     count = "-".join(str(bound) for bound in sorted({min(blocks), max(blocks)}))

@@ -1,4 +1,7 @@
-"""A schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`."""
+"""Draws a schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`.
+
+A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers.
+"""
 
 from collections.abc import Sequence
 
@@ -44,7 +47,7 @@ def text(schedule: Schedule) -> str:
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
         for lane, table in schedule.lanes.items():
-            # A job is microbatch * chunks + chunk; idle is -1, which divmod takes to microbatch -1.
+            # A job's number is microbatch * chunks + chunk. Idle is -1, so its microbatch is -1.
             jobs = [divmod(job, schedule.chunks) for job in table[:, s].tolist()]
             cells = [job_name(m, c, schedule.chunks) if m >= 0 else "." for m, c in jobs]
             lines.append([f"stage {s} {names[lane]}", *cells])
@@ -64,12 +67,12 @@ def timeline(
     weight: Cost = 1,
     title: str = "",
 ) -> None:
-    """Draws the stages over time to `path` (PNG, SVG or PDF): a box for each job, with a colour for
-    each lane and a shade for each chunk.
+    """Draws the stages over time to `path` (a PNG, SVG or PDF file): a box for each job, with a
+    colour for each lane and a shade for each chunk.
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
-    shows the most microbatches that each stage holds. Jobs run in lockstep. `title`, such as the
-    schedule's name, comes before the summary above the picture.
+    shows the most microbatches that each stage holds. Jobs run in lockstep. Above the picture is
+    `title`, such as the schedule's name, and the summary.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -95,7 +98,7 @@ def timeline(
                 label=_legend(schedule, lane, chunk),
             )
             for job in jobs:
-                room = (job.stop - job.start) / end * inches
+                room = (job.stop - job.start) / end * inches  # the box's width
                 if room > POINT * len(str(schedule.microbatches - 1)) + 0.02:
                     middle, number = (job.start + job.stop) / 2, str(job.microbatch)
                     canvas.label(axes, middle, job.stage, number, color=canvas.ink(shade))
@@ -136,7 +139,7 @@ def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
 
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Returns the lane's colour, paler from chunk to chunk."""
+    """Returns the lane's colour as red, green and blue, paler for later chunks."""
     pale = 0.6 * chunk / max(chunks - 1, 1)
     red, green, blue = (channel + (1 - channel) * pale for channel in COLOURS[lane])
     return red, green, blue
