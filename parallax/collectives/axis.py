@@ -117,8 +117,8 @@ class Axis:
         """Returns `axis` as an `Axis`. For a name, or a tuple of names, it uses `jax.lax`.
 
         A tuple that holds an `Axis`, such as `("replica", ring("data"))`, works along one part
-        after the other, in the order that gives `lax`'s values for the tuple of names: it reduces
-        and scatters from the first part to the last, and gathers from the last to the first.
+        after the other. It reduces and scatters from the first part to the last, and gathers from
+        the last to the first. So the values are those of `lax` for the tuple of names.
 
         Raises `ValueError` for any other value.
         """

@@ -1,6 +1,6 @@
 """Many leaves in few messages: small arrays are packed into long ones, reduced, and unpacked.
 
-A message costs its latency whatever its size, and most leaves of a model (biases, norms) are far
+A message costs its latency whatever its size. Most leaves of a model (biases, norms) are far
 smaller than the data that a link carries in that time. Packing copies each packed leaf twice, and
 on a TPU changes how it is stored. So large leaves, which gain nothing, are sent as they are: a leaf
 that is alone in its bucket is not copied.

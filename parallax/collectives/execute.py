@@ -341,8 +341,8 @@ def empty_like(
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Returns `x`, which XLA cannot recompute: the local copy equals the one that was sent.
 
-    XLA may compute a value once for the message and again inside the operation that uses it
-    locally, with a product and a sum fused into one rounding. Then the last bit differs, and
+    XLA may compute a value once for the message, and again inside the operation that uses it
+    locally. There it may fuse a product and a sum into one rounding. Then the last bit differs, and
     replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
     removes the barrier, so a loop does it there.
     """

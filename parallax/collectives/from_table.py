@@ -48,9 +48,9 @@ def algorithm(
 
     Its functions take and return what `lax.psum`, `lax.psum_scatter` and `lax.all_gather` do: trees
     of any dtype and shape, replication types and derivatives included. They work along one axis or
-    several. For S bytes a device sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an all-gather,
-    and 2 (n - 1)/n S in an all-reduce, where S is padded to a multiple of n numbers. The transpose
-    of an all-reduce is free. They raise `ValueError` if a leaf lacks the dim, if the dim does not
+    several. For S bytes, padded to a multiple of n numbers, a device sends (n - 1)/n S in a
+    reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. The transpose of
+    an all-reduce is free. They raise `ValueError` if a leaf lacks the dim, if the dim does not
     divide, or if the code does not run over the axis.
 
     Args:

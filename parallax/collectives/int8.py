@@ -4,10 +4,10 @@ They are accurate enough for gradients, and send a quarter of the bytes: use `qu
 the data axis. Rounding harms activations and the sums of a cross-entropy more: a small GPT-2 that
 sent int8 along its tensor axis ended with a loss 20 % higher.
 
-A block of `block_size` numbers with the largest magnitude a becomes the integers round(x / s), of
-at most 127 in magnitude, and the exponent of s, where s <= a / 64 is a power of two: the format
-MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying by a power of two is exact,
-so the only error is the rounding, at most
+A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
+the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
+block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
+by a power of two is exact, so the only error is the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
@@ -327,6 +327,7 @@ def _all_reduce(x, axis_name, block_size):
     Both have the shape of `x`.
     """
     n = types.axis_size(axis_name)
+    # Row j is the part that device j adds up.
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
     total, error = _reduce(flat, axis_name, block_size)
     result, gather_error = _gather(total, axis_name, block_size)

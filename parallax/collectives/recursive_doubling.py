@@ -32,8 +32,9 @@ Tree = TypeVar("Tree", bound=PyTree)
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
     """Returns the pairs (sender, receiver) of each hop.
 
-    Unless n is a power of two p, the devices from p on send their terms to the first ones, wait,
-    and receive the result in a last hop.
+    In hop k a device exchanges sums with the device whose number differs in bit k. Unless n is a
+    power of two p, there are two more hops. In the first, the devices from p on send their terms to
+    the first devices; in the last, they receive the result.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
@@ -60,9 +61,9 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 
     In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the
     same two numbers, and a + b equals b + a to the last bit, so all devices end with the same bits.
-    Unless n is a power of two, the n - p last devices first send their terms to the front, and
-    receive the result at the end: 2 more hops. (Without that, as in `halving`, it takes one hop
-    less, but each device would add in an order of its own.) The transpose is free. There is no
+    Unless n is a power of two, there are 2 more hops. The n - p last devices first send their terms
+    to the front, and receive the result at the end. (Without that, as in `halving`, it takes one
+    hop less, but each device would add in an order of its own.) The transpose is free. There is no
     `Route`: a sum that both devices keep and send is counted more than once.
     """
     return all_reduce_leaves(x, axis_name, _total)

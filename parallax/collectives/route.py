@@ -125,7 +125,7 @@ class Route:
         for device, point in enumerate(self.points()):
             ahead = self.device_number([place + s for place, s in zip(point, step, strict=True)])
             pairs.append((ahead, device) if back else (device, ahead))
-        return sorted(pairs) if back else pairs
+        return sorted(pairs) if back else pairs  # in both cases by sender
 
     def traffic(self) -> dict[tuple[int, int], int]:
         """Returns the number of blocks that device i sends to j in a reduce-scatter, by (i, j)."""

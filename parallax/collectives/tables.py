@@ -143,7 +143,7 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
 
-    A message holds one block for each offset along the boxes of the routes that run later, so
+    A message holds one block for each offset along the boxes of the routes that run later. So
     messages grow shorter from route to route.
     """
     rounds = []

@@ -221,8 +221,8 @@ def auto(
 ) -> tuple[Algorithm, str]:
     """Returns an algorithm whose all-reduce is the fastest at each size, and the reasons.
 
-    For each axis it calls `fit`, then races `lax.psum`, which has no formula, against the functions
-    that the formulas rank first or second at one of the sizes. Twice it adds the sizes of
+    For each axis it calls `fit`, then races some functions: those that the formulas rank first or
+    second at one of the sizes, and `lax.psum`, which has no formula. Twice it adds the sizes of
     `Choice.crossings`, and measures there too. The choice depends on the bytes of each leaf and is
     made at trace time, so it costs nothing in the step. Other axes, and the other collectives, use
     `jax.lax`.

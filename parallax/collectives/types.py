@@ -5,9 +5,8 @@ devices) or *invariant* (it is the same on all). An *unreduced* value is a sum t
 yet: each device has one term. A *reduced* value is invariant, and its cotangent is unreduced. JAX
 keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
-`lax.pcast` goes from invariant to varying only. So the result of a ring that is written with
-`ppermute` could never leave the map under `out_specs=P()`, and JAX would derive its transpose hop
-by hop.
+`lax.pcast` goes from invariant to varying only. So the result of a ring of `ppermute`s could never
+leave the map under `out_specs=P()`. And JAX would derive its transpose hop by hop.
 
 Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
 its own term of an unreduced value. `linear` pairs a linear function with its transpose, as

@@ -44,6 +44,7 @@ def comms(
     def context_tokens(x, dim):
         return local_tokens(x, context_axis, order=order, dim=dim)
 
+    # The context axis splits a sequence first, and `inner` then splits the device's tokens.
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 

@@ -263,6 +263,7 @@ class _Round(eqx.Module):
 
 def _mixed(new: Array, old: Array, mixing: float) -> Array:
     """Returns the mean of new and old weights, in which the old ones have the weight `mixing`."""
+    # Without mixing, 0 times an infinite old weight would be NaN.
     return new if mixing == 0 else mixing * old + (1 - mixing) * new
 
 
