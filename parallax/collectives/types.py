@@ -2,8 +2,8 @@
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
 devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
-yet: each device has one term. A *reduced* value is invariant, and its cotangent is unreduced. JAX
-keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
+yet: each device has one term. A *reduced* value is the same on all, and its cotangent is unreduced.
+JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` goes from invariant to varying only. So the result of a ring of `ppermute`s could never
 leave the map under `out_specs=P()`. And JAX would derive its transpose hop by hop.

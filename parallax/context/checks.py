@@ -282,8 +282,8 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the heads of queries and keys do not fit each other.
 
-    If q varies along an axis and k does not, the axis may split the heads of q. Then all keys must
-    belong to one head, or a device's queries could meet the keys of other queries.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then k
+    may have only one head: of several, a device's queries would need some.
     """
     H, G = q.shape[2], k.shape[2]
     if (

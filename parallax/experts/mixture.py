@@ -111,7 +111,7 @@ def moe(
     kind = accumulation_dtype(x.dtype)
     logits = x.astype(kind) @ params.router.astype(kind)
     routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
-    # The experts of a device need all tokens that the devices of `comms` split between the layers.
+    # All tokens, gathered if `comms` splits them; each device then uses them in its own way.
     tokens, weights = comms.all_tokens(x), comms.all_tokens(routing.weights.astype(x.dtype))
     ids = comms.gathered(routing.experts)
     # Each [B, T, ...] becomes [B T, ...].
