@@ -1,4 +1,8 @@
-"""From a gradient function to a step function, for any model: `(state, batch) -> (state, info)`."""
+"""Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
+
+An array varies along a mesh axis if its type says that it may differ between the devices. Along
+such an axis a parameter is a shard.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,14 +29,14 @@ from parallax.optimizers.elementwise import checked, with_extra
 
 
 class State(eqx.Module):
-    """All that a step changes, and all that a run needs to go on. A tree of specs has this form
-    too.
+    """The state that a step changes, from which a run can continue. The tree of its specs has this
+    form too.
 
     Attributes:
         model: the parameters, in a tree that may have leaves of other kinds.
         optimizer: the state of the optimizer.
-        step: how many steps were made, the skipped ones too: an int32 scalar.
-        scale: a `precision.Scale`, where the loss is scaled.
+        step: the number of steps, skipped ones included: an int32 scalar.
+        scale: a `precision.Scale` if the loss is scaled, else None.
     """
 
     model: PyTree
@@ -42,14 +46,14 @@ class State(eqx.Module):
 
 
 class Info(NamedTuple):
-    """What a step measured.
+    """The measurements of a step.
 
     Attributes:
-        loss: of the global batch, in the unit of the gradient function's: a scalar.
-        gradient_norm: of all gradients together, before `make` clips them: a scalar.
-        skipped: whether one of the two, or a number that the step would have changed in the model
-            or the optimizer's state, was not finite, or the loss was above the limit: model and
-            optimizer are then as they were. A scalar.
+        loss: the loss of the global batch, as the gradient function returned it: a scalar.
+        gradient_norm: the norm of all gradients together, before `make` clips them: a scalar.
+        skipped: whether the step left the model and the optimizer's state as they were: a scalar.
+            Then the loss or the norm was not finite, the update would have made a number infinite
+            or NaN, or the loss was above the limit.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -65,12 +69,12 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """Returns the model: nothing but gradients changes it."""
+    """Returns the model: the default `after_update`, for a model that only gradients change."""
     return model
 
 
 def value_of(info: Info) -> dict[str, Any]:
-    """Returns the loss as `value`, which optimizers that look at it take, such as
+    """Returns the loss as the argument `value`, which some optimizers take, such as
     `optax.polyak_sgd`."""
     return {"value": info.loss}
 
@@ -86,7 +90,7 @@ def make(
     specs: Specs | None = None,
 ) -> Step:
     """Returns the train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`,
-    and as it is on one device.
+    and on one device without it.
 
     A step that would make the loss, the gradient norm, or a finite number of the model or of the
     optimizer's state infinite or NaN changes nothing but the step's number, and its `Info` says so.
@@ -94,27 +98,26 @@ def make(
     (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
     Args:
-        grad: a gradient function whose gradients are reduced already. That of a scaled loss is a
-            `precision.ScaledGrad`: the step adjusts the state's `scale`.
-        optimizer: one that acts element by element, since each device updates its own shards, or
-            one of `parallax.optimizers`.
-        max_norm: scale the gradients down to this global norm, over all shards, where they exceed
-            it.
+        grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
+            `precision.ScaledGrad`, and the step adjusts the state's `scale`.
+        optimizer: an optimizer that acts element by element, since each device updates its own
+            shards, or one of `parallax.optimizers`.
+        max_norm: the global norm, over all shards, to which larger gradients are scaled down.
         reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares
             are added; by default `jax.lax` adds them.
-        after_update: `(model, aux) -> model`, after the update, for what no gradient changes, such
-            as batch statistics.
-        extra_args: the extra arguments of `optimizer.update`, from the step's `Info`.
-        specs: of the model. With them it is known which dim of a leaf is split, which an
-            optimizer's choice may depend on.
+        after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
+            changes, such as batch statistics.
+        extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`.
+        specs: the specs of the model. They say which dim of a leaf is split; an optimizer's choice
+            may depend on it.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,
-            since it was not reduced; a gradient is the same where its parameter differs, or is that
-            of a Python number; the auxiliary values differ between devices; the optimizer is not
-            right on these shards, or does not fit the gradients
+            so it was not reduced; a gradient was already reduced over an axis that shards its
+            parameter; a gradient is that of a Python number; the auxiliary values differ between
+            devices; the optimizer is not right on these shards, or does not fit the gradients
             (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
-            model, or a leaf of it that is no array.
+            model, or a leaf that is not an array.
     """
     if max_norm is not None:
         check_max_norm("step.make", max_norm)
@@ -122,6 +125,7 @@ def make(
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
+        """Returns the state after one step on this device's rows of the batch, and its `Info`."""
         grad_at_scale = _at_scale(grad, state.scale)
         value, gradients = loss_and_gradients(grad_at_scale, state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
@@ -129,8 +133,8 @@ def make(
         _check_reduced(gradients, weights)
         _check_own(loss, state)
         _check_joined(aux)
-        # One norm for three uses: it is reported, it clips, and it is not finite if any gradient is
-        # not.
+        # The norm has three uses: it is reported, it clips, and it shows whether all gradients are
+        # finite.
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
@@ -166,30 +170,29 @@ def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) 
 def _lost(
     new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]
 ) -> Bool[Array, ""]:
-    """Returns whether a number that was finite is not any more, on any device: one scalar, over all
-    axes in use.
+    """Returns whether a number is finite in `old` and not in `new`, on any device: one scalar, the
+    same on all devices.
 
     A number that never was finite, such as a mask of -inf, may stay so.
     """
-    # A leaf that the step returned as it was, such as a frozen one, is the same object and is not
-    # read.
     numbers = (
         [leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old)
     )
-    changed = (
-        (a, b) for a, b in zip(*numbers, strict=True) if a is not b
-    )  # a frozen leaf is not read
-    # As a number, so that `grads.norm` sums it over exactly the axes along which the leaves differ.
+    # A leaf that the step did not change, such as a frozen one, is the same object: it is skipped.
+    changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)
+    # Floats of 0 or 1, so that `grads.norm` adds them over exactly the axes along which the leaves
+    # vary.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
-    """Refuses gradients that are each device's own, and gradients that were summed over different
-    shards."""
+    """Refuses gradients that were not reduced, and gradients that were summed over the shards of
+    their parameter."""
 
     def check(path, gradient, weight):
-        # An axis of one device makes no copies, and types may differ along it.
+        """Refuses one gradient if its varying axes do not fit those of its parameter."""
+        # Axes of one device do not count: types may differ there, and nothing is wrong.
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
             axes_of_several_devices(of_gradient - of_weight),
@@ -213,10 +216,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuses a loss that is each device's own, where something of the state is the same on all of
-    them."""
+    """Refuses a loss that varies along an axis along which some leaf of the state does not."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
-    # Where every leaf of the state differs along an axis, as on islands, so may the loss.
+    # If every leaf of the state varies along an axis, as on islands, the loss may vary too.
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
         name
@@ -242,8 +244,8 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """Returns `model`, which `after_update` returned: refused where a leaf is of another form than
-    before."""
+    """Returns `model`, the result of `after_update`; refuses it if the structure, or the form of a
+    leaf, is not that of the model `before`."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
@@ -259,6 +261,8 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
+    """Refuses a leaf `new` whose shape, dtype or varying axes are not those of the leaf `old`, or,
+    for a leaf that is not an array, whose value is not the same."""
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
     ):
@@ -294,24 +298,26 @@ def init(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
-    """Returns a fresh `State`, made in its place under `jit`: no device ever holds the whole. Also
-    its specs.
+    """Returns a new `State` and its specs. Each device makes only its own shards, under `jit`, so
+    no device ever holds a whole array.
 
     Args:
-        make_model: makes the model from nothing: a function of no arguments, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy's too, go to the
+        make_model: a function without arguments that makes the model, such as
+            `functools.partial(gpt2.GPT2, config, key=key)`. The arrays, NumPy's too, go to the
             devices; other leaves (functions, Python numbers, None) stay as they are.
+        optimizer: the optimizer of the step.
         rule: the sharding rule of the model, for `rules.specs`.
-        optimizer_rule: the rule that the optimizer's state follows, where it is split further
-            (ZeRO-1); by default `rule`.
+        mesh: the mesh of the devices.
+        optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
+            default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: which leaves the optimizer has state for: a function of a leaf (an array or its
-            shape), or a tree of truth values, a prefix of the model. The gradient function gives
+        trainable: the leaves that the optimizer has state for: a function of a leaf (an array or
+            its shape), or a tree of booleans, a prefix of the model. The gradient function gives
             None for the others.
         batch_axes: the mesh axes that split the batch, for `rules.specs`.
 
     Raises:
-        ValueError: as `rules.specs` and `rules.optimizer_specs` do, of the model and of the
+        ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
             optimizer's state.
     """
     plan = planned(
@@ -331,10 +337,10 @@ class Planned(NamedTuple):
     """A state that can be made.
 
     Attributes:
-        init: makes it, in its place; `init(model)` makes it of the arrays of that model, which is
-            whole.
-        shapes: its `jax.ShapeDtypeStruct`s, with their shardings; leaves that are no arrays are
-            those of the state.
+        init: makes the state, each shard on its device; `init(model)` takes the arrays of that
+            whole model instead of new ones.
+        shapes: a `jax.ShapeDtypeStruct` with its sharding for each array, and the other leaves of
+            the state.
         specs: the spec of each array.
     """
 
@@ -354,13 +360,15 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """Returns the shapes of the state that `init` makes, before it is made; arguments and errors as
-    there. Nothing is computed."""
+    """Returns the shapes and specs of the state that `init` makes, and a function that makes it.
+
+    Arguments and errors are those of `init`. Nothing is computed yet.
+    """
     statics = []
 
     def make_arrays():
         arrays, static = eqx.partition(make_model(), trees.is_array)
-        # Static leaves cannot leave `jax.eval_shape` as results, so they leave by a list.
+        # `jax.eval_shape` returns only arrays, so the static leaves are stored in this list.
         statics.append(static)
         return jax.tree.map(jnp.asarray, arrays)
 
@@ -371,7 +379,7 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
-        # `trainable` may ask whether a leaf is an array, which a shape is not.
+        # Inside `eval_shape`, since `trainable` may test for arrays, and a shape is not one.
         model = make_arrays()
         return state_of(model), trained(model)
 
@@ -397,10 +405,10 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns `make()`, or `begin(model)` of a given model, compiled to make a state where its
-    `shapes` live."""
-    # As leaves: a model whose static fields are functions made anew by each `make_model()` has
-    # another structure each time.
+    """Returns a function that makes a state with the shardings of `shapes`, compiled: it calls
+    `make()`, or `begin(model)` if it is given a model."""
+    # The compiled functions return leaves, not a tree: if static fields of a model are functions,
+    # each `make_model()` may make new ones, and then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
     places = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
@@ -418,12 +426,13 @@ def _in_place(
 
 
 def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf with its sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """Returns the arrays of `given`, in the places of `shapes`. Each process has them all. Raises
-    `ValueError` for others."""
+    """Returns the arrays of `given` on the devices, with the shardings of `shapes`. Each process
+    has all of the whole arrays. Raises `ValueError` if their number, shapes or dtypes differ."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
@@ -439,11 +448,11 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
                 f"{leaf.shape} and {leaf.dtype}. Prepare for the configuration and the dtype of "
                 "this model."
             )
-        # A random key has no NumPy array to be cut into shards.
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys, which NumPy does not have
+        # A random key has no NumPy array to cut into shards.
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             placed.append(jax.device_put(leaf, like.sharding))
         else:
-            # Each device is handed its shard of the host's array: nothing whole is placed first.
+            # Each device gets only its shard of the host's array.
             host = np.asarray(leaf)
             placed.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)

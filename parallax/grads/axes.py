@@ -1,5 +1,10 @@
-"""Along which axes a parameter or a gradient differs, and which functions around it have to do with
-that."""
+"""The axes along which a parameter or a gradient differs between devices, and the functions around
+it that changed its type.
+
+An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
+axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
+Along such an axis a parameter is either a copy, the same on all devices, or a share.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,19 +18,19 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """The effect of the functions around the code that is being traced on the parameters.
+    """What the gradient functions around the code that is being traced did to the parameters.
 
     Attributes:
-        declared: the axes along which all parameters were declared varying.
-        shares: those of these along which some parameters were shares before.
+        declared: the axes along which they declared all parameters varying.
+        shares: the axes, of those, along which some parameters were shares before.
     """
 
     declared: frozenset[str] = frozenset()
     shares: frozenset[str] = frozenset()
 
 
-# JAX's own context, and not a ContextVar: it is part of the key under which `jax.jit` keeps a
-# traced function.
+# JAX's own context instead of a ContextVar: `jax.jit` includes it in the key of its cache of traced
+# functions.
 ENCLOSING = jax.make_user_context(Enclosing())
 
 
@@ -35,18 +40,18 @@ def axes_of(axis: Axis) -> tuple[str, ...]:
 
 
 def axes_of_several_devices(names: Iterable[str]) -> list[str]:
-    """Returns the axes, of those given, that have more than one device, sorted."""
+    """Returns, sorted, those of the given axes that have more than one device."""
     return sorted(name for name in names if types.axis_size(name) > 1)
 
 
 def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the axes of `axis` along which `x` is the same."""
+    """Returns those of the axes in `axis` along which `x` is the same on all devices."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the axes of `axis` along which all devices have the parameter `x`, even if it is
-    declared varying."""
+    """Returns those of the axes in `axis` along which all devices have the same parameter `x`, even
+    if an enclosing function declared it varying."""
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 

@@ -1,5 +1,10 @@
-"""Gradients of microbatches, one after another, and of devices that split the batch: how they
-become those of the whole batch."""
+"""Gradients of the whole batch from those of microbatches, one after another, and of devices that
+split the batch.
+
+A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
+`(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
+parameter of which each device has a part; other parameters are copies.
+"""
 
 import numbers
 import re
@@ -44,8 +49,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def mean_over_microbatches(aux: Tree) -> Tree:
-    """Returns the mean of each array over its first dim, the microbatches; floating-point for
-    integers."""
+    """Returns the mean of each array over its first dim, which is the microbatches. The mean of an
+    integer array is floating-point."""
     return jax.tree.map_with_path(lambda path, leaf: jnp.mean(floating(path, leaf), axis=0), aux)
 
 
@@ -54,9 +59,9 @@ def accumulated(
 ) -> Grad:
     """Returns `grad` of the whole batch, computed one microbatch after another.
 
-    It needs memory for one microbatch at a time. It equals `grad` where the loss is a mean over the
+    It needs memory for one microbatch at a time. It equals `grad` if the loss is a mean over the
     batch. Every leaf of the batch has the batch as its first dim, and the microbatches are cut from
-    it in order. Gradients are summed, and returned, in float32, or in their own type where that is
+    it in order. Gradients are summed, and returned, in float32, or in their own type if that is
     wider.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
@@ -87,17 +92,19 @@ def accumulated(
         return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
     def wrapped(params, batch):
+        """Returns the mean value, and the mean gradients, over the microbatches."""
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
         parts = split_into_microbatches(batch, microbatches)
 
         def add_part(sums, numbered_part):
+            """Adds one microbatch's gradients, as a body of `lax.scan`; its value is stacked."""
             part, number = numbered_part
             with recording.at(microbatch=number):
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
 
-        # The scan needs sums to begin with, and only a trace of `grad` tells their shapes.
+        # The scan begins with sums of zero, and only a trace of `grad` gives their shapes.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -141,7 +148,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 
 
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raises `ValueError` where leaves, by name, have unequal numbers of rows."""
+    """Raises `ValueError` if the leaves have unequal numbers of rows, which `rows` has by name."""
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
@@ -154,10 +161,11 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over those of the axes along which it differs, summed in
-    float32 or wider."""
+    """Returns the mean of each array over the axes along which it varies, summed in float32 or
+    wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
+        """Returns the mean of one array, or the array if it is the same on all devices."""
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
@@ -176,14 +184,14 @@ def averaged(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns the mean of `grad` over the devices of `axis`, which split the batch: data
-    parallelism, `A {U_X} -> A`.
+    """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
+    the batch: data parallelism, `A {U_X} -> A`.
 
-    The parameters are declared varying before `grad` differentiates, so that its gradients stay
-    local. They are then reduced once. A parameter that is split over some of the axes (ZeRO-3,
-    experts) has a gradient that is summed along those already, so it is summed over the other axes
-    only. Each sum is divided by the size of all axes. Sums are taken in float32 or wider, and
-    rounded once, to the gradient's own type.
+    The parameters are declared varying before `grad` differentiates, so that their gradients stay
+    local; then they are reduced once. If a parameter is split over some of the axes (ZeRO-3,
+    experts), its gradient is already summed along those, so it is summed only over the other axes.
+    Each sum is divided by the size of all axes. Sums are taken in float32 or wider, and rounded
+    once, to the gradient's own type.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
@@ -204,10 +212,10 @@ def averaged(
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the loss is reduced over `axis` already; a parameter is a share along `axis`,
-            and the loss uses it as if it were whole; one spec of `mesh.spmd` splits leaves of the
-            batch with unequal numbers of rows; or the map does not tell which values differ
-            between devices, as under `check_vma=False`.
+        ValueError: the loss is already reduced over `axis`; a parameter is a share along `axis`,
+            and the loss uses it as if it were whole; one spec of `mesh.spmd` splits several leaves
+            of the batch, and these have different numbers of rows; or the types do not record which
+            values vary over devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
 
@@ -229,12 +237,12 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns `grad`, its gradients summed over `axis` where all devices have the parameter:
-    `A {U_X} -> A`.
+    """Returns `grad` with its gradients summed over those axes along which all devices have the
+    same parameter: `A {U_X} -> A`.
 
     It is for devices that each compute a part of one loss, as in sequence parallelism, where a norm
-    sees some of the tokens. With `loss`, the losses are parts as well, and are summed too; without
-    it, the loss may be a sum or mean over `axis` already. Everything else is as in `averaged`.
+    sees only some of the tokens. With `loss`, the losses are parts too, and are summed; without it,
+    the loss may already be a sum or mean over `axis`. Everything else is as in `averaged`.
     """
 
     axis = Axis.of(axis)
@@ -250,13 +258,13 @@ def summed(
 
 
 class LocalGradients(NamedTuple):
-    """What a gradient function gave on one device, before any sum over devices.
+    """The results of a gradient function on one device, before any sum over devices.
 
     Attributes:
-        params: its parameters, as they came.
-        declared: the same, declared varying along the axis to be reduced over.
+        params: the parameters, with the types that they came with.
+        declared: the same parameters, declared varying along the axis to be reduced over.
         value: the loss, or `(loss, aux)`.
-        gradients: the device's own.
+        gradients: the gradients on this device.
     """
 
     params: PyTree
@@ -274,22 +282,28 @@ def value_and_sums(
     loss: bool = True,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Returns what a gradient function does, its gradients, and with `loss` its loss, summed over
+    """Returns `(value, gradients)` with the gradients, and with `loss` the loss, summed over
     `axis`.
 
+    A gradient is summed over those axes along which the devices have copies of its parameter, and
+    over which it varies. The sums and the auxiliary values are sent in one order on all devices.
+
     Args:
-        local: what it gave on this device.
+        local: the results of the gradient function on this device.
         axis: the axis to sum over.
         finish: `finish(sum, term)` of each gradient and of the loss.
         aux: as in `averaged`.
         loss: whether the loss is summed.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
-            `names` has for each gradient the axes to sum it over; `scatter` returns those that are
-            left.
+            `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
+            remain.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
-        # A gradient of a parameter that `reduced` picks may be summed already. Then neither varies.
+        """Returns the axes to sum one gradient over; `declared` is its parameter as it was
+        differentiated."""
+        # A parameter that `reduced` picks is not declared varying, and its gradient may already be
+        # summed. Then neither varies along the axis, and nothing is left to sum.
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 
@@ -304,7 +318,7 @@ def value_and_sums(
     total, finished = jax.tree.map(finish, sums, terms)
 
     def combined(values):
-        # Their sums wait for those of the gradients, so that all devices send in one order.
+        # The auxiliary values wait for the sums of the gradients: all devices send in one order.
         return aux(sequence_after(values, (total, finished)), axis)
 
     return map_loss_and_aux(value, lambda _: total, combined), finished
@@ -319,11 +333,11 @@ def local_gradients(
     loss: bool = True,
     reduced: Callable[[Any], Any] | None = None,
 ) -> LocalGradients:
-    """Returns each device's own loss and gradients, of parameters declared varying along `axis`.
+    """Returns this device's loss and gradients for parameters declared varying along `axis`.
 
     Args:
-        grad: a gradient function. With shares it is traced to a program, which is checked and then
-            run.
+        grad: a gradient function. If some parameters are shares, it is traced to a program, which
+            is checked and then run.
         params: its parameters.
         batch: this device's batch.
         axis: the axis to be reduced over.
@@ -343,13 +357,14 @@ def local_gradients(
             "some of whose parameters are shares there, and no type tells those from copies. "
             f"Average the inner gradients by hand: lax.pmean(gradients, {unclear[0]!r})."
         )
-    # An enclosing function declared the others varying: they are copies.
+    # Along an axis of which an enclosing function declared all parameters varying, they are copies.
     shares = {name: paths for name, paths in shares.items() if name not in enclosing.declared}
     declared = varying(params, axis.names)
     if reduced is not None:
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        # Without shares it runs as it is: a pipeline's checks follow its values to the parameters.
+        # Without shares `grad` itself runs: the checks of a pipeline follow values back to the
+        # parameters, which they could not do through a traced program.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
@@ -360,10 +375,11 @@ def local_gradients(
 
 
 def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
-    """Raises `ValueError` where one spec splits leaves of a batch with unequal numbers of rows.
+    """Raises `ValueError` if one spec splits several leaves of a batch, and these leaves have
+    different numbers of rows.
 
-    A spec of its own for each leaf says that the split is meant. Random keys, one for each device,
-    are no rows.
+    `uneven_axes` are the axes over which one spec of `mesh.spmd` did so; with a spec for each leaf
+    the split is intended. Random keys, one for each device, are not rows.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -381,7 +397,7 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """Returns the paths of the parameters that differ along each of the axes."""
+    """Returns, for each of the axes, the paths of the parameters that vary along it, if any do."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     shares = {}
     for name in names:
@@ -392,9 +408,10 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Returns the axes, of those given, along which gradients differ, and the loss does not.
+    """Returns those of the given axes along which a gradient varies and the loss does not: the loss
+    may have been reduced there.
 
-    Where neither differs, both were reduced, which is right.
+    If neither varies, both were reduced, which is right.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -406,11 +423,13 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the program of a gradient function some of whose parameters are `shares`."""
+    """Returns the traced program of a gradient function some of whose parameters are shares;
+    `shares` has their paths by axis. A trace that fails on shapes raises a `ValueError`."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
-        if not re.search("shape|dimension|rank|size", str(error)):  # no fault of shares
+        # Only an error about shapes can come from shares, which are smaller than whole parameters.
+        if not re.search("shape|dimension|rank|size", str(error)):
             raise
         paths = sorted({path or "itself" for split in shares.values() for path in split})
         raise ValueError(
@@ -422,7 +441,7 @@ def _program_with_shares(
 
 
 class _Program:
-    """A gradient function, traced to a program."""
+    """A gradient function, traced on these parameters and this batch: `closed` is its jaxpr."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
@@ -441,14 +460,16 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that is reduced over the axis `name` already, or that uses a share as a
-        whole.
+        """Refuses a loss that uses one of the `shares` along the axis `name` as if it were whole,
+        or, with `may_be_reduced`, a loss that is already reduced over this axis.
 
-        A loss that depends on nothing that differs along the axis, such as a constant, was not
+        A loss that depends on nothing that varies along the axis, such as a constant, was not
         reduced over it.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         is_data = [False] * len(params) + [True] * len(batch)
+        # By argument: `unsent` says whether it meets data on the way to the loss without a
+        # collective over the axis, and `reached` whether the loss depends on it at all.
         uses = jaxprs.uses(self.closed, name, data=is_data)[0]
         for (path, leaf), is_used in zip(params, uses.unsent, strict=False):
             if is_used and trees.dotted(path) in shares:
@@ -477,14 +498,15 @@ class _Program:
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     """Returns each leaf of `tree` summed over its own axes, in float32 or wider.
 
-    `names` has a tuple of the axes' names, some of those of `axis`, in the leaf's place.
+    `names` is a tree like it, of tuples: the names of the axes, a subset of those of `axis`, over
+    which each leaf is summed.
     """
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)
     names = structure.flatten_up_to(names)
     before = tree
-    # One sum for all leaves of a group lets the algorithm join them. The groups wait for each
-    # other, so that all devices send in one order.
+    # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
+    # groups wait for each other, and those of most axes come first: all devices send in one order.
     for group in sorted({*names} - {()}, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
         sums = axis.over(group).all_reduce(sequence_after([leaves[i] for i in members], before))
@@ -498,26 +520,29 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
     `A {U_X} -> A`.
 
-    Around a block that a loop runs, the gradients of each layer are all-reduced in the loop of the
-    backward pass, where the work of the layers before it can hide the messages. It moves the bytes
-    that `averaged` moves, leaf by leaf and in every microbatch: do not wrap a gradient function
-    that uses it in `accumulated`. Tell `averaged` which parameters it sums:
+    If it wraps a block that a loop runs, the gradients of each layer are all-reduced in the loop of
+    the backward pass, and the messages can overlap with the work of the next iteration. It moves
+    the same bytes as `averaged`, but leaf by leaf and in every microbatch: do not wrap a gradient
+    function that uses it in `accumulated`. Pass the parameters that it sums to `averaged`:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    With one of the two lines only, the gradients are the same, summed at the end or by `jax.lax`.
-    Sums are taken in float32 or wider, and rounded to the type that the block computes in.
+    With only one of these two lines, the gradients are the same, but are summed at the end, or by
+    `jax.lax`. Sums are taken in float32 or wider, and rounded to the type that the block computes
+    in.
 
     Args:
         function: a block; its first argument is the tree of parameters, the same on all devices of
             `axis`.
-        axis: the axes that split the batch. A parameter that differs along some is summed over the
-            others.
+        axis: the axes that split the batch. The gradient of a parameter that varies along some of
+            them is summed over the others.
     """
     axis = Axis.of(axis)
 
     def summed_backward(parameter):
+        """Returns the parameter unchanged; its cotangent is all-reduced over the axes along which
+        all devices have the same parameter."""
         names = replicated_axes(parameter, axis) if eqx.is_inexact_array(parameter) else ()
         if not names:
             return parameter

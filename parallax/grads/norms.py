@@ -20,11 +20,11 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
-    """Returns `grad` with its gradients scaled down, where needed, to a global norm of `max_norm`,
-    over all shards.
+    """Returns `grad` with its gradients scaled down to a global norm of `max_norm`, over all
+    shards, if their norm is larger.
 
     It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
-    `precision.unscaled`. It takes gradients that vary along an axis to be shards of larger ones.
+    `precision.unscaled`. A gradient that varies along an axis counts as a shard of a larger one.
     `reduce_norm_over` is the `axes` of `norm`.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
@@ -38,7 +38,10 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
 
 def check_max_norm(where: str, max_norm: Any) -> None:
-    """Raises `ValueError` where a number is no norm to clip to: NaN, 0 or below."""
+    """Raises `ValueError` if gradients cannot be clipped to this norm: it is NaN, 0 or below.
+
+    `where` is the function that takes it, for the message.
+    """
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
@@ -48,8 +51,8 @@ def check_max_norm(where: str, max_norm: Any) -> None:
 
 @dataclass(frozen=True)
 class Clipped:
-    """The gradient function that `clipped` returns. It has a type of its own, so that others can
-    refuse it."""
+    """The gradient function that `clipped` returns. It has a type of its own, so that
+    `refuse_clipped` can recognise it."""
 
     grad: Grad
     max_norm: float
@@ -62,8 +65,8 @@ class Clipped:
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Refuses `wrapper` around `clipped`, since that order would clip `clipped_gradients`. Raises
-    `ValueError`."""
+    """Raises `ValueError` if `grad` is `clipped`: `wrapper` around it would clip other gradients
+    than those of the step, which `clipped_gradients` names for the message."""
     if isinstance(grad, Clipped):
         raise ValueError(
             f"{wrapper} stands around grads.clipped, which would clip {clipped_gradients} instead "
@@ -73,15 +76,16 @@ def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
 
 
 def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""]:
-    """Returns the Euclidean norm of a whole tree whose leaves may be shards, the same on all
+    """Returns the Euclidean norm of a whole tree whose leaves may be shards; it is the same on all
     devices.
 
     A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced
-    over exactly those: one scalar for each set of axes in use. Squares are summed in float32 or
-    wider. `axes` names the algorithm along its axes; along any other axis `jax.lax` moves the data.
+    over exactly those axes: one scalar for each set of axes in use. Squares are summed in float32
+    or wider. `axes` gives the algorithms along its axes; along any other axis `jax.lax` moves the
+    data.
 
     Raises:
-        ValueError: there is no gradient; or a gradient is that of one device, not reduced yet.
+        ValueError: there is no gradient; or a gradient is one device's own, before its reduction.
     """
     types.check_typed()
     if not jax.tree.leaves(gradients):
@@ -90,6 +94,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
             "trained. A gradient function returns an array for each trained leaf, as "
             "eqx.filter_value_and_grad does for floating-point arrays."
         )
+    # The sum of squares of all leaves that are shards over the same axes, by these axes.
     squares = {}
     for leaf in jax.tree.leaves(gradients):
         names, x = varying_axes(leaf), leaf.astype(accumulation_dtype(leaf.dtype))
@@ -103,6 +108,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
+        """Returns a sum of squares all-reduced over these axes, each with its algorithm."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(
@@ -115,6 +121,6 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
 def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     """Returns `gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
-    # Gradients of zero have a norm of zero, and stay as they are.
+    # Gradients of zero have a norm of zero; `tiny` avoids a division by it.
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

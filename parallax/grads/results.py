@@ -1,5 +1,5 @@
-"""What a gradient function returns, a loss or `(loss, aux)` and a tree of gradients, and its
-parameters."""
+"""The results of a gradient function: a loss or `(loss, aux)`, and a tree of gradients with None
+for parameters that are not trained."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 
 
 def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the results of a gradient function. Raises `ValueError` where it returns something
-    else."""
+    """Calls a gradient function and returns its results, the loss or `(loss, aux)` and the
+    gradients. Raises `ValueError` if it returns anything but a pair."""
     results = grad(params, batch)
     if not isinstance(results, tuple) or len(results) != 2:
         returned = "one array" if trees.is_array(results) else type(results).__name__
@@ -30,22 +30,21 @@ def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTre
 
 
 def loss_part(value: PyTree) -> Any:
-    """Returns the loss in the first result of a gradient function, which may have auxiliary values
-    beside it."""
+    """Returns the loss from the first result of a gradient function, a loss or `(loss, aux)`."""
     return value[0] if isinstance(value, tuple) else value
 
 
 def map_loss_and_aux(
     value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
 ) -> PyTree:
-    """Returns the first result of a gradient function, a loss or `(loss, aux)`, with a function
-    applied to each."""
+    """Applies `on_loss` and `on_aux` to the first result of a gradient function, a loss or
+    `(loss, aux)`, and returns it in the same form."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 
 def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
-    """Returns the parameters of these gradients, in their structure; parameters without a gradient
-    are left out.
+    """Returns, in the structure of the gradients, the parameter of each gradient; parameters
+    without a gradient are left out.
 
     Raises:
         ValueError: a gradient is at a path where `params` has no array.
@@ -53,6 +52,7 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     by_path = dict(jax.tree.leaves_with_path(params))
 
     def parameter(path, gradient):
+        """Returns the parameter at the path of a gradient, or raises `ValueError`."""
         if path not in by_path:
             raise ValueError(
                 f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
@@ -72,7 +72,8 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
 
 
 def floating(path: Sequence[Any], leaf: Array) -> Array:
-    """Returns an auxiliary value as floating-point numbers."""
+    """Returns an auxiliary value as floating-point numbers, of which a mean can be taken. Raises
+    `ValueError` for a random key."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
             f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "

@@ -1,7 +1,9 @@
 """Applies a rule to every leaf of a tree: the leaf's spec, the reason, and what is wrong with it.
 
 A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
-another model.
+another model. The *placement* of a leaf is its spec and the rules that gave it; its *wrappers* are
+the `fsdp`s around the rule. `arrays` are the array leaves of a tree, as (path, leaf). A rule
+*places* a leaf if it gives the leaf a spec, and is *idle* if it places none.
 """
 
 import difflib
@@ -93,7 +95,7 @@ def audit(
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # `stacked_axes` needs all leaves: one alone does not show that an axis splits the layers.
+    # The axes that split stacked layers; only all leaves together show that an axis splits layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -132,12 +134,13 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     These errors are rules that place no leaf, leaves without a spec, and paths that occur twice.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
-    # Rule by rule instead of leaf by leaf, so that a rule that places no leaf is found.
+    # Rule by rule instead of leaf by leaf, so that a rule that places no leaf is found. `taken` has
+    # the placements by the leaf's number in `arrays`.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
     unplaced = set()
     for part, wrappers in _parts(rule) if arrays else ():
-        fresh = {}
+        fresh = {}  # the placements by this rule
         for i, (path, leaf) in enumerate(arrays):
             if i not in taken and (given := part(path, leaf)) is not None:
                 if not isinstance(given, PartitionSpec):
@@ -175,8 +178,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
 def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
-    """Returns the placement of a leaf: the spec `given` by its rule, after all `fsdp`s around
-    it."""
+    """Returns the placement of a leaf: the spec `given` by its rule, and the spec and the reasons
+    after all `fsdp`s around it."""
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. To split another dim

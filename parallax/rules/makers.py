@@ -35,7 +35,7 @@ class match:
     spec: PartitionSpec
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """Returns `spec`, or None where the pattern does not match."""
+        """Returns `spec`, or None if the pattern does not match."""
         return self.spec if matches_glob(self.pattern, path) else None
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class fsdp:
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """Returns the spec that `inside` gives, with one more dim split where one fits."""
+        """Returns the spec that `inside` gives, with one more dim split if one fits."""
         spec = self.inside(path, leaf)
         # A leaf to which `inside` gives no spec is left to another rule.
         return None if spec is None else self.split(path, leaf, spec)[0]

@@ -1,4 +1,8 @@
-"""The specs of an optimizer's state, which is split like the parameters that it belongs to."""
+"""The specs of an optimizer's state, which is split like the parameters that it belongs to.
+
+A moment is an array of the state that belongs to one parameter, by its path. An entry of a spec
+says which mesh axes split one dim.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -80,7 +84,8 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state; `spec_of_leaf` gives its parameter's."""
+        """Returns the spec of one array of the state: `spec_of_leaf` gives that of a parameter by
+        its name, and `spec_without_leaf` is for an array that belongs to none."""
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:
@@ -94,6 +99,7 @@ def optimizer_specs(
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
+        # For a moment: the spec of its parameter. For a count: one number for each layer.
         def spec_in_group(path, moment):
             return spec_of_moment(path, moment, spec_of_leaf, by_layer)
 
@@ -119,6 +125,7 @@ def optimizer_specs(
 
 
 def _is_gathered(node: Any) -> bool:
+    """Returns whether a node of the state is that of an optimizer of `parallax.optimizers`."""
     return isinstance(node, GatheredOptState)
 
 

@@ -1,4 +1,9 @@
-"""A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not."""
+"""A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
+
+An entry of a spec says which mesh axes split one dim. The *wrappers* of a leaf are the `fsdp`s
+around its rule, which may split one more dim each. The *batch axes* split the batch, so parameters
+must be the same along them, unless an `fsdp` splits them.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -80,9 +85,9 @@ def refused(
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that split the same dim of several leaves, which may be a model's layers.
-            If one leaf dropped that split, each device would run all layers, so no error advises
-            it.
+        stacked: the axes that split the same dim of all leaves that they split, which may be the
+            layers. The advice never leaves a leaf unsplit there, because each device would then run
+            all layers.
     """
     # A spec with more entries than dims has entries without a size to compare.
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
@@ -159,7 +164,8 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yields an error for each axis that the mesh lacks or whose size does not divide the dim."""
+    """Yields an error for each dim whose axis the mesh lacks, or whose axes' size does not divide
+    it, with a cure. `stacked` is as in `refused`."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -203,7 +209,12 @@ def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
 def _fitting(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> PartitionSpec:
-    """Returns the spec that the rule gave, without the axes that do not fit."""
+    """Returns the spec to advise: the one that the rule gave, without the axes that do not fit.
+
+    An axis does not fit if the mesh lacks it, if it does not divide the dim, if another dim has it,
+    or if it is reserved: for the batch, or for an `fsdp` around the rule, which adds it itself.
+    """
+    # The axes that no further dim may have.
     used = {
         *batch_axes,
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
