@@ -200,7 +200,10 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     terms = {table: terms_by_trip(table, step, offsets) for table, step, offsets in messages}
 
     def hop(trip, partial_sums):
-        """Returns the partial sums of each table after one hop, with this device's terms added."""
+        """Returns the partial sums of each table after one hop, with this device's terms added.
+
+        `messages` are (table, step, offsets) of the chain's first round.
+        """
         arrived = {}
         for table, step, _ in messages:
             arrived[table] = _send(partial_sums[table], axis_name, routes[table].pairs(step))
@@ -244,7 +247,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
-        """Returns the carry after one hop: the last messages, the stacks, and the result."""
+        """Returns the carry after one hop: the last messages, the stacks, and the result.
+
+        `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
+        block for rounds after the loop, and are empty if there are none.
+        """
         last_messages, stacks, result = carry
         arrived = {}
         for table, step, _ in messages:

@@ -134,7 +134,10 @@ def state_init(
     has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
     def make(arrays):
-        """Returns the arrays of the islands' state from the arrays of one island's state."""
+        """Returns the arrays of the islands' state from the arrays of one island's state.
+
+        `parts` are the fragments of the model; each has its own outer optimizer state.
+        """
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
         weights_of = [part.get(weights) for part in parts]
@@ -306,9 +309,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     def resized(state):
         """Returns the state with a first dim of `islands` in the arrays of `inner`.
 
-        Every island starts from the outer weights, `state.model`, and takes the leaves that are
-        not trained, and the inner optimizer, from its source. Rounding errors and exchanges under
-        way become zero: they belong to islands that may be gone.
+        Every island starts from the outer weights, `state.model`, and takes the leaves that are not
+        trained, and the inner optimizer, from an old island (`sources`). Rounding errors and
+        exchanges under way become zero: they belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
