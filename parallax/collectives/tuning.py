@@ -47,6 +47,7 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
         n: the devices on the axis, or a tuple with the devices on each of several axes.
     """
     algorithms = [ring, two_rings, halving, doubling]
+    # These have tables by axis, so they need several.
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
     if isinstance(n, tuple) and len(n) == 2:

@@ -195,7 +195,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
             The block's results are computed again.
             """
-            # As in `run`, `written` and `pair` are out of range in rows that only fill up the block.
+            # As in `run`, `written` and `pair` are out of range in rows that only fill the block.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
