@@ -1883,8 +1883,8 @@ COMPILED = (
     ),
     Mutant(
         "Machine.crossing",
-        "busy.get(link, 0.0) + size * seconds_a_byte",
-        "size * seconds_a_byte",
+        "busy.get(link, 0.0) + size * seconds_per_byte",
+        "size * seconds_per_byte",
         "test_targets.py::test_links_of_a_torus_and_of_a_switch",
     ),
     Mutant(

@@ -1,5 +1,5 @@
-"""What a compiled program does, read from its text: what it sends and needs; and programs
-compiled for accelerators that are not there, with the time that they take by estimate."""
+"""Reads compiled programs: their messages and their memory. Compiles programs for accelerators that
+this machine does not have, and estimates the time that they take."""
 
 from parallax.compiled import (
     certificate,

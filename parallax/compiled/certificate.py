@@ -59,6 +59,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     program = hlo.module(compiled)
 
     def kind_and_axes(instruction: hlo.Instruction) -> tuple[str | None, tuple[str, ...]]:
+        """Returns the kind of a collective, and the axes of the mesh along which it works."""
         return instruction.collective, along(instruction.groups, dict(mesh.shape))
 
     chains = _chain(program, program.entry, kind_and_axes, {})
@@ -137,7 +138,8 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
-    """Returns the attributes of an entry that are no numbers: two such entries are compared."""
+    """Returns the attributes of an entry that are no numbers. Entries with equal ones are compared
+    with each other."""
     return entry.kind, entry.axes, entry.conditional, entry.unbounded
 
 
@@ -176,6 +178,7 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
+        # The prediction's hops are those of arrays one after another, an upper bound.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
         times = actual // expected if expected and actual % expected == 0 else 1
@@ -204,26 +207,28 @@ def _uncertain(entry: Entry) -> str:
 
 
 def _axes_text(names: tuple[str, ...]) -> str:
+    """Returns axes as text, such as "data x tensor"."""
     return " x ".join(names) or "no axis"
 
 
 def _chain(
     program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
 ) -> Counter:
-    """Returns the length of the longest chain of each key's collectives in a computation, in which
-    each waits for the one before.
+    """Returns, for each key, the length of the longest chain of its collectives in a computation,
+    in which each collective waits for the one before.
 
     Args:
         program: the program.
-        name: the computation.
-        key: an instruction to its key.
-        known: the chains of computations that were counted before; filled here.
+        name: the name of the computation.
+        key: a function from a collective to its key, such as its kind.
+        known: the results for computations that were counted before; filled here.
     """
     if name in known:
         return known[name]
     longest: Counter = Counter()
     ends: dict[str, Counter] = {}  # the longest chains that end with each instruction
-    elements: dict[str, list[Counter]] = {}  # and with each element of a tuple
+    # The chains of each element of a tuple: a reader of one element does not wait for the others.
+    elements: dict[str, list[Counter]] = {}
     for instruction in program[name]:
         before = [ends.get(operand, Counter()) for operand in instruction.operands]
         if instruction.opcode == "tuple":
@@ -243,7 +248,8 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns the longest chains in one instruction: itself, or the computations that it runs."""
+    """Returns the longest chains in one instruction: a collective is a chain of one; other
+    instructions have those of the computations that they run, once for each trip of a loop."""
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []
@@ -251,15 +257,18 @@ def _inside(
         trips = stated or instruction.counted or 1
         chain = _chain(program, called, key, known)
         chains.append(Counter({name: trips * hops for name, hops in chain.items()}))
+    # Only one branch of a conditional runs.
     return _longest(chains) if instruction.opcode == "conditional" else sum(chains, Counter())
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
+    """Returns the larger count of each key: the union of counters takes the maximum."""
     return functools.reduce(operator.or_, chains, Counter())
 
 
 def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of a mesh of `shape` along which the devices of a group lie."""
+    """Returns the axes of a mesh of `shape` along which the devices of a group differ. `groups` has
+    arrays of device numbers; None is one group of all devices."""
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
     largest = max(int(group.max()) for group in groups)

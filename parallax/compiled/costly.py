@@ -1,4 +1,4 @@
-"""The most expensive instructions of an accelerator's program, with their source lines.
+"""Finds the most expensive instructions of an accelerator's program, with their source lines.
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 """
@@ -20,7 +20,7 @@ class Costly(NamedTuple):
         times: the number of runs in a step.
         name: its name in the program's text.
         opcode: its operation, such as "fusion".
-        result: the type of its result.
+        result: the type of its result, such as "f32[8,16]{1,0}".
         line: the source line, as "file:line"; "" if the text does not tell.
     """
 
@@ -35,7 +35,7 @@ class Costly(NamedTuple):
 def instructions(
     compiled: jax.stages.Compiled | str, chip: Hardware, *, cores: int = 1
 ) -> list[Costly]:
-    """Returns all instructions that take time, the most expensive first.
+    """Returns all instructions that take time, without collectives, the most expensive first.
 
     A loop of unknown length counts as one trip.
 
@@ -52,6 +52,7 @@ def instructions(
     def add_computation(name: str, times: int | Fraction) -> None:
         """Adds the instructions of a computation that runs `times` times in a step."""
         for line in program[name]:
+            # The time of a fusion includes that of the instructions in it.
             if line.opcode in ("while", "conditional", "call"):
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))

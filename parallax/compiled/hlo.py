@@ -29,14 +29,16 @@ KINDS = (
 COLLECTIVE = re.compile(rf"({'|'.join(KINDS)})(-start)?$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = (.*)$")
+# The computations that an instruction runs, by the role of each.
 CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|"
     r"false_computation)="
     r"\{?((?:%[\w.-]+(?:, )?)+)"
 )
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")  # the type and the dims
 GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(.*?)(?=, (?!device_ids)[\w-]+=|$)")
+# The notations that `_iota` and `_named` read.
 IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 NAMED = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}")
 NAMED_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
@@ -63,7 +65,7 @@ class Instruction(NamedTuple):
 
     Attributes:
         name: the name of its result.
-        result: the type of its result, such as "f32[8,16]{1,0}"; a tuple stands in a bracket.
+        result: the type of its result, such as "f32[8,16]{1,0}"; a tuple's without its brackets.
         opcode: the operation, such as "dot".
         operands: the names of its operands, and of the instructions that it waits for.
         attributes: the text after the operands.
@@ -99,11 +101,12 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, int]]:
-        """The computations that it runs, and how often; 0 where XLA does not know."""
+        """The computations that it runs, each with its number of runs; 0 if that is not known."""
         if self.opcode.endswith(("-done", "-update")):  # The start of the pair lists them.
             return []
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
+        # A loop's condition is also evaluated once after the last trip.
         times = {"body": trips, "condition": trips and trips + 1}
         return [
             (name, times.get(key, 1))
@@ -113,8 +116,9 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The mean trips of a loop in each trip of the outer loop, if `counted_scope` names them;
-        else 0."""
+        """The mean trips of a loop in each trip of the outer loop, if `jaxprs.counted_scope` wrote
+        them into the loop's name; else 0. The mean is a fraction if not every trip runs the loop.
+        """
         scope = COUNTED.search(self.attributes)
         return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
@@ -147,6 +151,7 @@ class Module(NamedTuple):
     entry: str
 
     def __getitem__(self, name):
+        """Returns the instructions of a computation; none for an unknown name."""
         return self.computations.get(name, [])
 
 
@@ -196,7 +201,7 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
     entry, lines, computation = "", [], ""
-    roots: dict[str, str] = {}
+    roots: dict[str, str] = {}  # the instruction that gives each computation's result
     for line in text.splitlines():
         if header := COMPUTATION.match(line):
             computation = header[2]
@@ -259,6 +264,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     program = module(compiled)
 
     def communicates(instruction: Instruction) -> bool:
+        """Returns whether an instruction is a collective, or runs a computation that has one."""
         return bool(instruction.collective) or any(
             communicates(inner) for name, _ in instruction.called for inner in program[name]
         )
@@ -291,6 +297,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """Returns the numbers of a text such as "4,2"."""
     return tuple(int(number) for number in text.split(","))
 
 
@@ -298,7 +305,9 @@ def _named(text: str) -> np.ndarray:
     """Returns the device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`,
     `[groups, devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
 
-    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2.
+    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2. Each axis
+    is split into three dims, before, in and after that part, and the middle dims of all named axes
+    are moved last: they are the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -346,10 +355,11 @@ def parts(text: str) -> list[str]:
 
 
 def _names(text: str) -> list[str]:
+    """Returns the names of instructions or computations in a text, without their `%`."""
     return re.findall(r"%([\w.-]+)", text)
 
 
 def bits(dtype: str) -> int:
     """Returns the bits of one number of the type that XLA calls `dtype`."""
     digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8  # a pred is a byte
+    return int(digits[0]) if digits else 8  # a "pred", XLA's bool, is a byte

@@ -1,11 +1,12 @@
-"""The links of a machine, and which of them each message goes over: neighbours on a torus, ports of
-a switch, a network.
+"""The links of a machine, and the links that each message uses: those between neighbours on a
+torus, or the ports of a switch, and those of a network between slices or machines.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
     # Bytes over each link, and the most links that one message takes.
     machine.crossing({(0, 1): 4096})
 
-A link carries one message at a time; several that share it wait for one another.
+A link carries one message at a time; messages that share it wait for each other. *Flows* are the
+bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order.
 """
 
 from collections import Counter
@@ -28,11 +29,11 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: one of the chips.
-        places: of each device: its coordinates, or its number where a switch joins them.
-        groups: the slice or machine of each.
-        sizes: of the torus; empty for a switch.
-        cores: devices that share a chip.
-        closed: whether each dim of the torus closes in a ring.
+        places: for each device its coordinates on the torus, or with a switch its number.
+        groups: for each device the number of its slice or machine.
+        sizes: the sizes of the torus; empty for a switch.
+        cores: the number of devices that share a chip.
+        closed: for each dim of the torus, whether its ends are linked, as in a ring.
     """
 
     hardware: Hardware
@@ -48,7 +49,8 @@ class Machine(NamedTuple):
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """Returns the links from one device to another, one after another."""
+        """Returns the links from one device to another, in order. On a torus a message goes along
+        one dim after another, the shorter way round if the dim is closed."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
@@ -58,7 +60,7 @@ class Machine(NamedTuple):
         links, here, group = [], list(self.places[source]), self.groups[source]
         for dim, size in enumerate(self.sizes):
             ahead = self.places[target][dim] - here[dim]
-            if self.closed[dim] and abs(ahead) * 2 > size:  # shorter round the back
+            if self.closed[dim] and abs(ahead) * 2 > size:  # the other way is shorter
                 ahead -= size if ahead > 0 else -size
             sign = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):
@@ -67,20 +69,22 @@ class Machine(NamedTuple):
         return links
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
-        """Returns the seconds that each link is busy with these bytes, and the seconds that the
-        longest path adds."""
+        """Returns the seconds for which each link is busy with these bytes, and the latency of the
+        longest path."""
         busy: dict[Link, float] = {}
-        longest = 0.0
+        latency = 0.0
         for (source, target), size in flows.items():
             path = self.path(source, target)
             far = bool(path) and path[0][0] == "network out"
             hop = self.hardware.slow if far else self.hardware.fast
-            seconds_a_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
+            # Links inside a slice or machine reach only a share of their stated rate.
+            seconds_per_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
             for link in path:
-                busy[link] = busy.get(link, 0.0) + size * seconds_a_byte
+                busy[link] = busy.get(link, 0.0) + size * seconds_per_byte
+            # The alpha of a network or a switch is that of both of its ports together.
             hops = 1 if far or not self.sizes else len(path)
-            longest = max(longest, hops * hop.alpha if path else 0.0)
-        return busy, longest
+            latency = max(latency, hops * hop.alpha if path else 0.0)
+        return busy, latency
 
 
 def torus(
@@ -88,8 +92,8 @@ def torus(
     coordinates: Sequence[Sequence[int]],
     groups: Sequence[int] | None = None,
 ) -> Machine:
-    """Describes TPUs: chips at these coordinates, in slices `groups`; devices with equal
-    coordinates are cores of one chip."""
+    """Returns the machine of TPUs at these coordinates, one for each device, in the slices `groups`
+    (by default one). Devices of a slice with equal coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
@@ -100,8 +104,8 @@ def torus(
 
 
 def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
-    """Describes GPUs: machines of so many, each device with one port to its switch and one to the
-    network."""
+    """Returns the machine of GPUs, `in_machine` behind each switch. Each device has one port to its
+    switch and one to the network."""
     return Machine(
         hardware,
         tuple((k,) for k in range(devices)),
@@ -110,26 +114,27 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
 
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
-    """Returns the links that a hop of a ring along each of a mesh's axes takes, in the mean: 1
-    where all hops go to neighbours.
+    """Returns, for each axis of a mesh with several devices, the mean number of links in a hop of a
+    ring along the axis. It is 1 if all hops go to neighbours.
 
-    The number is lower where devices share a chip. For a switch it is 2: a port out and a port in.
+    The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
     """
-    numbers, found = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
+    numbers, links_per_hop = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
     for dim, (name, size) in enumerate(axes.items()):
         if size > 1:
             pairs = zip(numbers.flat, np.roll(numbers, -1, dim).flat, strict=True)
-            found[name] = float(np.mean([len(machine.path(int(a), int(b))) for a, b in pairs]))
-    return found
+            paths = [machine.path(int(a), int(b)) for a, b in pairs]
+            links_per_hop[name] = float(np.mean([len(path) for path in paths]))
+    return links_per_hop
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """Returns the bytes that a collective sends between devices, and how many rounds of messages
-    one after another it takes.
+    """Returns the bytes that a collective sends from device to device, and the number of its rounds
+    of messages, one after another.
 
-    A permute is its pairs. What XLA's runtime does for the others is not in the text: rings are
-    assumed, in both directions for gathers, scatters and sums, and a message to each device for an
-    all-to-all.
+    The text has the pairs of a permute. It does not say how XLA's runtime sends the others. Rings
+    in both directions are assumed for gathers, scatters and sums, and a message to each device for
+    an all-to-all.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups
@@ -144,29 +149,32 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
         if "all-to-all" in str(kind):
             sent |= {(a, b): total / n for a in members for b in members if a != b}
             continue
-        # Of the results: an all-gather's is the whole, a reduce-scatter's a part.
+        # The bytes of one block. `total` has those of the results: the whole array of an
+        # all-gather or all-reduce, and one block of a reduce-scatter. An all-reduce sends each
+        # block twice.
         part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[
             str(kind)
         ]
         for a, b in zip(members, [*members[1:], members[0]], strict=True):
             if a != b:
-                for pair in ((a, b), (b, a)):
+                for pair in ((a, b), (b, a)):  # half of the bytes in each direction
                     sent[pair] = sent.get(pair, 0.0) + part * (n - 1) / 2
     rounds = 1 if "all-to-all" in str(kind) else (n - 1) * (2 if kind == "all-reduce" else 1)
     return sent, rounds
 
 
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
-    """Returns the bytes that all devices together send in a program, by what joins sender and
-    receiver: "link" or "network"."""
+    """Returns the bytes that all devices together send in a program, by the connection of sender
+    and receiver: "link" in a slice or machine, "network" between them."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
-    found: Counter[str] = Counter()
+    bytes_by_kind: Counter[str] = Counter()
     for run in hlo.runs(hlo.module(text)):
         sent, _ = flows(run.instruction, len(machine.places))
         for (source, target), size in sent.items():
             kind = machine.kind(source, target)
-            # A program for several slices is that of one, but for what crosses between them.
+            # The text of a program for several slices has the messages inside one slice only, and
+            # all messages between slices.
             copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
-            found[kind] += round(copies * run.times * size)
-    return dict(found)
+            bytes_by_kind[kind] += round(copies * run.times * size)
+    return dict(bytes_by_kind)

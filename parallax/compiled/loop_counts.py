@@ -1,5 +1,5 @@
-"""The trips of a compiled program's loops, read from their conditions, as in programs for TPUs and
-GPUs.
+"""Reads the trips of a compiled program's loops from their conditions. Programs for TPUs and GPUs
+do not state them otherwise.
 
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
 each trip. This module follows both through copies, tuples and fusions back to their constants.
@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+# Operations whose result is the number of their operand.
 PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "broadcast"}
 STATED = "known_trip_count"  # the attribute of a loop whose text states its trips
-MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}  # of -left and -right
 
 
 class Number(NamedTuple):
@@ -172,8 +173,8 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
-    """Returns `left + sign * right`, where `sign` is 1 or -1; None if the result is no `Number`, as
-    the sum of two elements of the state.
+    """Returns `left + sign * right`, where `sign` is 1 or -1; None if the result is no `Number`,
+    such as the sum of two elements of the state.
     """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -197,8 +198,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the trips of a loop that goes on while `first + t step` is below 0 ("LT"), at most 0
-    ("LE"), and so on, in trip t = 0, 1, ...; 0 for a loop that would not end.
+    """Returns the number of trips of a loop that goes on while `first + t * step` is below 0
+    ("LT"), at most 0 ("LE"), and so on, in trip t = 0, 1, ...; 0 for a loop that would not end.
     """
     if direction in ("GT", "GE"):
         direction, first, step = MIRRORED[direction], -first, -step

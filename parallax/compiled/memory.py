@@ -1,16 +1,17 @@
 """The memory of a compiled step, as XLA counts it. It needs no device.
 
-memory.of(train.lower(*arguments).compile())  # {"arguments": ..., "temporaries": ..., "peak": ...}
+memory.of(train.lower(*arguments).compile())
+# {"arguments": ..., "results": ..., "temporaries": ..., "peak": ...}
 """
 
 import jax
 
 
 def of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Returns the bytes on a device: arguments, results that take no argument's place, temporaries,
-    and their sum.
+    """Returns the bytes on a device: arguments, results that are not written over a donated
+    argument, temporaries, and their sum ("peak").
 
-    The program itself is counted too where it lies in the device's memory (TPU).
+    On a TPU the program itself is counted too, since it is in the device's memory.
     """
     analysis = compiled.memory_analysis()
     assert analysis is not None, "This backend gives no memory analysis."

@@ -66,6 +66,7 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
     """
 
     def share(seconds: float) -> str:
+        """Returns seconds as a share of the time of the replay."""
         return f"{seconds / timeline.seconds if timeline.seconds else 0.0:.1%}"
 
     first = (
@@ -96,4 +97,5 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
 
 
 def _ms(seconds: float) -> str:
+    """Returns seconds as text in milliseconds."""
     return f"{1e3 * seconds:.4g} ms"

@@ -2,8 +2,8 @@
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes its operations or its bytes
-over the chip's rates, whichever is longer. Bytes are those that are read and written: of an array
-that is sliced or updated in place, only the part.
+over the chip's rates, whichever is longer. The bytes are those that it reads and writes: only the
+part, if an array is sliced or updated in place.
 """
 
 import math
@@ -12,13 +12,14 @@ import re
 from parallax.compiled import hlo
 from parallax.hardware import Hardware
 
+# The attributes with a compiler's cycles, a kernel's counts, and the dims that a product sums over.
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 KERNEL = re.compile(
     r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?'
     r'"bytes_accessed":"?(\d+)"?'
 )
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
-FREE = {
+FREE = {  # operations that take no time
     *("parameter", "constant", "tuple", "get-tuple-element"),
     *("bitcast", "after-all", "partition-id", "replica-id"),
     *("add-dependency", "opt-barrier", "iota", "domain"),
@@ -61,7 +62,8 @@ class Costs:
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds of so many operations and bytes, whichever takes longer."""
+        """Returns the seconds of these operations or of these bytes, whichever take longer. Devices
+        that share a chip share its rates."""
         # A TPU's kernel counts at the full rate, as the cycles of its compiler do.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)
@@ -69,12 +71,14 @@ class Costs:
         return float(self.cores * max(seconds_of_operations, seconds_of_traffic))
 
     def operations(self, line: hlo.Instruction) -> float:
-        """Returns the floating-point operations of the matrix products in an instruction."""
+        """Returns the floating-point operations of the matrix products in an instruction, and in
+        the computations that it runs."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         return self._product(line) + float(sum(map(self.operations, inner)))
 
     def _product(self, line: hlo.Instruction) -> float:
-        """Returns the operations of one product: two for each term of each sum."""
+        """Returns the operations of one product: two for each term of each sum; 0 for another
+        instruction. A GPU's product may be a call of a library."""
         contracted = CONTRACTED.search(line.attributes)
         left = self.lines.get(line.operands[0]) if line.operands else None
         is_product = line.opcode == "dot" or (line.opcode == "custom-call" and contracted)
@@ -88,11 +92,12 @@ class Costs:
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction reads and writes."""
+        """Returns the bytes that an instruction reads and writes. A slice or an update in place
+        reads and writes only the part."""
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
         if line.opcode == "dynamic-update-slice":
-            return 2.0 * self._size(line.operands[1])
+            return 2.0 * self._size(line.operands[1])  # the operands are (array, update, ...)
         fused = self._fused(line)
         if not fused:
             return float(nbytes(line.result) + sum(map(self._size, line.operands)))
@@ -100,14 +105,15 @@ class Costs:
         return self._written(line) + sum(self._read(parameter, fused) for parameter in parameters)
 
     def _fused(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """Returns the instructions of a fusion; of anything else, none."""
+        """Returns the instructions of a fusion; an empty list for another instruction."""
         if line.opcode != "fusion" or not line.called:
             return []
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Returns the bytes of the result; of an array that is updated in place, those of the
-        update."""
+        """Returns the bytes that an instruction writes: its result, or only the update if a fusion
+        updates an array in place."""
+        # A start's result is a tuple (operands, results, ...).
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
         for inner in self._fused(line):
@@ -116,7 +122,8 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """Returns the bytes of a fusion's parameter that are read."""
+        """Returns the bytes that a fusion reads of one parameter: its slices if nothing else uses
+        it, and nothing if the fusion only updates it in place."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))
@@ -125,6 +132,7 @@ class Costs:
         return float(nbytes(parameter.result))
 
     def _size(self, name: str) -> int:
+        """Returns the bytes of the result of the instruction `name`; 0 for an unknown name."""
         return nbytes(self.lines[name].result) if name in self.lines else 0
 
 
@@ -141,4 +149,5 @@ def nbytes(result: str) -> int:
 
 
 def _shapes(result: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays in a type, such as (8, 16) in "f32[8,16]{1,0}"."""
     return [tuple(int(k) for k in dims.split(",") if k) for _, dims in hlo.ARRAY.findall(result)]

@@ -1,10 +1,10 @@
-"""Messages between TPU slices: a program's text writes them as sends and receives through the host.
+"""Reads messages between TPU slices, which a program's text writes as sends and receives.
 
 A program for several slices is written for one of them. A collective between slices is a pair of
 `send` and `recv` with the devices at both ends, slices counted from one: `100003->200003` goes from
 device 3 of the first slice to device 3 of the second. This module replaces each pair by the
-collective that it stands for, over the devices of all slices. Other modules need not know of
-slices.
+collective that it stands for, over the devices of all slices, so that other modules need not know
+about slices.
 """
 
 import re
@@ -71,8 +71,10 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         operands = [sends[rendezvous[1]], *operands]
 
     def place(number: str) -> int:
+        """Returns the number of a device among those of all slices, counted from 0."""
         return (int(number) // SLICE - 1) * partitions + int(number) % SLICE
 
+    # The slices, and the first and last device of each, between which an all-reduce runs.
     grid = GRID.search(line.attributes)
     if kind == "ONE_TO_ONE":
         pairs = ",".join(f"{{{place(a)},{place(b)}}}" for a, b in PAIR.findall(line.attributes))

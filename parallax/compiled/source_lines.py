@@ -1,4 +1,4 @@
-"""The source line of an instruction, from the tables in a compiled program's text."""
+"""Finds the source line of an instruction in the tables of a compiled program's text."""
 
 import re
 from collections.abc import Callable

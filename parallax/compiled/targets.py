@@ -1,4 +1,4 @@
-"""Programs compiled for accelerators that this machine does not have, by their own compilers.
+"""Compiles programs for accelerators that this machine does not have, by their own compilers.
 
     v5e = targets.target("v5e:2x4")                     # or "8 x h100", "2 x v5e:4x4", "16 x h100"
     world = mesh.make(devices=v5e.devices, data=4, tensor=2)
@@ -27,8 +27,9 @@ from parallax.compiled.certificate import Entry
 from parallax.hardware import KNOWN, Hardware
 
 MACHINE = 8  # GPUs behind one switch
-# What compilers need to know of a GPU beside its rates: version of its instructions, cores, units
-# of a core, shared memory of a core and of a block, cache, clock in GHz, name.
+# The numbers that compilers need of a GPU besides its rates: compute capability (major, minor),
+# cores, units in a core, bytes of shared memory in a core and for a block, bytes of cache, clock in
+# GHz, name.
 GPUS = {
     "a100": (8, 0, 108, 64, 167936, 166912, 41943040, 1.41, "NVIDIA A100-SXM4-80GB"),
     "h100": (9, 0, 132, 128, 233472, 232448, 52428800, 1.98, "NVIDIA H100 80GB HBM3"),
@@ -197,7 +198,10 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard what compilers write to stderr: their exceptions carry what matters."""
+    """Discards the output of compilers on stderr; their exceptions carry the useful part.
+
+    Compilers write to file descriptor 2, past Python's `sys.stderr`.
+    """
     sys.stderr.flush()
     stderr = os.dup(2)
     try:

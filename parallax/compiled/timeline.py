@@ -7,12 +7,15 @@ The text of a program for TPUs or GPUs is in the order in which it runs. The rep
 order. An instruction takes the cycles that the TPU's compiler estimates, or its bytes and
 operations over a GPU's rates. A loop's body runs once for each trip. A message begins at its start
 instruction, waits until its links are free (a link carries one message at a time), and its done
-instruction waits for it. The *exposed* time is that of the replay less that of the same program
+instruction waits for it. The *exposed* time is that of the replay, minus that of the same program
 with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. Where each pipeline stage runs its own jobs, the replay has the jobs of one stage, and
-no wait for the slowest stage of a tick.
+measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
+wait for the slowest stage of a tick.
+
+The `state` of a replay has the time `now`, the time from which each link is `free`, the fraction of
+a trip that is `due` of each loop, and the arguments of `_Replay.run`.
 """
 
 import math
@@ -139,8 +142,8 @@ def _body(loop: hlo.Instruction) -> str:
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
     """Returns the trips of a loop in this run of it.
 
-    A loop with a mean of less than one trip (`Instruction.counted`) runs whenever its sum has
-    reached the next whole trip.
+    The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
+    that runs in every other tick of a pipeline. Means are added up, and the whole part is run.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -152,11 +155,18 @@ def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
 
 
 def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
+    """Yields the instructions of all computations."""
     return (line for lines in program.computations.values() for line in lines)
 
 
 class _Message(NamedTuple):
-    """A collective on this machine: its axes, the seconds on each link, and the delay in all."""
+    """A collective on this machine.
+
+    Attributes:
+        row: the axes along which it sends.
+        busy: the seconds for which it keeps each link busy.
+        delay: the latency of all its rounds together, in seconds.
+    """
 
     row: str
     busy: dict[links.Link, float]
@@ -173,8 +183,11 @@ class _Replay:
         axes: Mapping[str, int],
         lines: Callable[[str], str],
     ):
+        """Takes the program, its machine, the sizes of the mesh's axes, and the function from an
+        instruction's attributes to its source line (`lines`)."""
         self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
         self.costs = seconds.Costs(program, machine.hardware, machine.cores)
+        # By the name of an instruction: its message, and the collectives in it.
         self.known: dict[str, _Message] = {}
         self.inside: dict[str, list[hlo.Instruction]] = {}
 
@@ -222,14 +235,14 @@ class _Replay:
     def _instruction(
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
     ) -> None:
-        """Replays one instruction: it starts its messages, computes, and waits for the messages,
-        unless it only starts them.
+        """Replays one instruction: it starts its messages, computes, and waits for the messages. A
+        start (`-start`) does not wait: it adds the end of its messages to `started`.
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
-            if not sent:  # A copy between two memories of a chip.
+            if not sent:  # A copy between two memories of a chip; one runs at a time.
                 begin = max(state.now, state.free.get("memory", 0.0))
                 state.free["memory"] = begin + self.costs.of(line)
                 stops = [state.free["memory"]]
@@ -245,7 +258,8 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
-        """Waits until a message has arrived, and counts the wait for its source line."""
+        """Moves the time on to `until`, when a message has arrived, and adds the wait to those of
+        the source line that sent it."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now
@@ -271,7 +285,10 @@ class _Replay:
         return self.known[line.name]
 
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
-        """Returns the time at which a message that begins now has arrived."""
+        """Starts a message, and returns the time at which it has arrived.
+
+        It begins when all of its links are free, and takes the time of the busiest, and the delay.
+        """
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
             return state.now
