@@ -56,7 +56,7 @@ def mean(
         weights: the factors of the tokens' losses. The sum is still divided by the number of
             tokens: pass `normalized` weights for a weighted mean. They are not differentiated.
         vocabulary: the number of rows without padding. The logits of padding are minus infinity,
-            and its gradients zero.
+            and the gradients of padding are 0.
         block_tokens: the most tokens whose logits exist at the same time.
 
     Raises:

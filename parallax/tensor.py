@@ -446,7 +446,7 @@ def embed_partial(
         table: this device's rows.
         ids: numbers of rows of the whole table.
         axis: the axis or axes that the rows are split over; `()` if they are whole.
-        weights: the weights of the ids, of which only zeros matter.
+        weights: the weights of the ids; only whether a weight is 0 matters.
         vocabulary: the number of rows without padding; by default all rows.
 
     Raises:

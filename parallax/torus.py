@@ -2,10 +2,10 @@
 
 Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
 an axis form a box, whose *sides* are the axis's pieces of the dims. A closed path of single steps
-through that box is the ring of the axis: out along one side, and back through all the rest, line by
-line. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose
-hops cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last
-axes of the mesh is taken.
+through that box is the ring of the axis: out along one side, and back through all other lines. A
+*cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
+cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
+the mesh is taken.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """

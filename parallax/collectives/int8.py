@@ -124,7 +124,8 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
 
     The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
     largest magnitude in the number's block on device i, and A is the largest in the sum's block.
-    The flattened leaf is padded to a multiple of n numbers; blocks are cut from each n-th of it.
+    The flattened leaf is padded to a multiple of n numbers; blocks are cut from each of its n
+    parts.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -207,17 +208,16 @@ class ErrorFeedback:
         gradients, error = feedback.all_reduce(gradients, error)
 
     Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the
-    rounding of the float additions. So the error of the sum of the results over T calls is that of
-    the last call, for any T. A block that is not finite leaves no error. There is no derivative:
-    use it on gradients, after differentiation.
+    rounding of the float additions. So the error of the sum of the results over T calls is the
+    error of the last call, for any T. A block that is not finite leaves no error. There is no
+    derivative: use it on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
         block_size: the numbers that share a scale.
 
     Raises:
-        ValueError: a leaf's error has not its shape, with a dim of 1 in front; or `block_size` is
-            below 1.
+        ValueError: the error of a leaf [*dims] is not [1, *dims]; or `block_size` is below 1.
     """
 
     axis_name: AxisName

@@ -74,7 +74,7 @@ def all_gather_matmul(
     `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
     with one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
     transposed weight. Reverse derivatives of any order apply, under `vmap`, `scan` and `checkpoint`
-    too; forward ones do not.
+    too; forward derivatives do not.
 
     Args:
         x: one device's rows. Its last dim is multiplied; the others are the batch.
@@ -84,7 +84,7 @@ def all_gather_matmul(
         axis: the dim of `x` that is gathered.
 
     Raises:
-        ValueError: `axis` is the last dim or none of `x`.
+        ValueError: `axis` is the last dim of `x`, or no dim of `x`.
     """
     axis = dim_of("axis", axis, x.ndim)
     _check_not_last("all_gather_matmul", "axis", axis, x.shape)
@@ -112,7 +112,7 @@ def matmul_reduce_scatter(
     scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
     is never whole. The sums that travel have `x`'s type. The transpose in `x` is
     `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under
-    `vmap`, `scan` and `checkpoint` too; forward ones do not.
+    `vmap`, `scan` and `checkpoint` too; forward derivatives do not.
 
     Args:
         x: all rows, and this device's share of the inputs.
@@ -123,8 +123,8 @@ def matmul_reduce_scatter(
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
 
     Raises:
-        ValueError: `scatter_dimension` is the last dim of the product or none, or its size does not
-            divide by the devices.
+        ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
+            does not divide by the devices.
     """
     batch = x.ndim - weight.ndim + 1
     dim = dim_of("scatter_dimension", scatter_dimension, batch + 1)

@@ -34,8 +34,8 @@ def ulysses(
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` for heads that do not divide by the devices, and for those that
-    `attention` refuses.
+    The function raises `ValueError` for heads that do not divide by the devices, and for arguments
+    that `attention` refuses.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """

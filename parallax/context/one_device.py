@@ -32,12 +32,13 @@ def blockwise(
 
     Args:
         q: queries.
-        k: keys; with fewer heads, each is of H / G successive heads of `q`.
+        k: keys; each head is shared by H / G successive heads of `q`.
         v: their values.
         causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
             keys whose position is not after the query's.
-        segments: the number of each token's document; or those of the queries and of the keys.
-        positions: those of the queries [T] and of the keys [S], if they are not the whole sequence.
+        segments: the number of each token's document; or a pair, for the queries and for the keys.
+        positions: a pair, the positions of the queries [T] and of the keys [S], if they are not the
+            whole sequence.
         kernel: computes the blocks.
 
     Raises:

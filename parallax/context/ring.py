@@ -62,12 +62,12 @@ def attention(
 
     Args:
         q: queries of this device's tokens.
-        k: their keys; with fewer heads, each is of H / G successive heads of `q`.
+        k: their keys; each head is shared by H / G successive heads of `q`.
         v: their values.
         axis: the axis or axes that the tokens are split over; `()` on one device.
         causal: whether a token sees only itself and earlier tokens.
-        segments: [B, T], the whole number of each token's document. Only tokens of equal numbers
-            see each other.
+        segments: [B, T], the number of each token's document. A token sees only tokens with the
+            same number.
         order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own table.
         kernel: computes the blocks, such as `tiled(1024)`.
 

@@ -198,10 +198,10 @@ class exchanged:
 class ragged:
     """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
 
-    A device has room for `capacity` times the mean, k T rows; with `math.inf`, for the largest
-    possible number. Rows from device 0 come first, then rows from device 1, and so on; rows beyond
-    the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs and GPUs have
-    it.
+    A device has room for `capacity` times the mean, which is k T rows; with `math.inf`, for the
+    largest possible number of rows. Rows from device 0 come first, then rows from device 1, and so
+    on; rows beyond the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs
+    and GPUs have it.
 
     Args:
         capacity: the room of a device, as a multiple of the mean.

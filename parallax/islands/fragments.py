@@ -40,8 +40,8 @@ class Stream(NamedTuple):
         fragments: returns the fragments of a model, or of its shapes: `whole_model`,
             `by_path(...)` or `by_layers(...)`.
         delay: the steps between the exchange of a fragment and its use; below `every`.
-        mixing: the weight of an island's own weights in the mean with the new ones: 0 takes the
-            new ones, 1 keeps its own.
+        mixing: the factor of an island's own weights in their mean with the new weights: 0 takes
+            the new weights, 1 keeps the own.
     """
 
     fragments: Fragments
