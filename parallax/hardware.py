@@ -49,8 +49,8 @@ class Hardware:
             by default.
         bandwidth: the bytes per second from and to memory.
         domain: the number of devices that fast links join: those of a machine or a slice.
-        fast: a hop over one fast link (TPU), or over all links of a GPU to the switch.
-        slow: a hop between domains.
+        fast: the time of a hop over one fast link (TPU), or over all links of a GPU to its switch.
+        slow: the time of a hop between domains.
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
         clock: the cycles per second; 0 if the compiler states no cycles.
@@ -78,21 +78,21 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """Returns the hop in a group of devices: a fast one if the group is inside a domain.
+        """Returns the time of a hop in a group of devices: that of fast links if the group fits
+        into a domain, else that of the network.
 
         Args:
-            span: the number of devices from the first to the last of the group.
-            links: the links that the hop crosses. The hop takes so many times as long, since its
-                bytes use all of these links.
+            span: the range of the group's device numbers, from the first to the last.
+            links: the fast links that the hop crosses. Its time is multiplied by their number,
+                since its bytes use all of them.
         """
         if span > self.domain:
             return self.slow
         return self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta)
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """Returns the mean number of links of a hop along each axis, as `mesh.make` lays the axes.
-
-        It is 1 if no torus is given.
+        """Returns the mean number of links that a hop along each axis crosses, if `mesh.make` lays
+        the axes on the torus. Without a torus it is 1.
 
         Raises:
             ValueError: the product of the axes is neither the number of chips of the torus nor that

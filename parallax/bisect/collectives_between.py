@@ -1,4 +1,9 @@
-"""The collectives between a wrong value and the taps before it, read from the program."""
+"""Finds the collectives between a wrong value and the taps before it in a traced program.
+
+A *tap* is an equation that reports a value: its `mark` has its path, its name in the model, and its
+`way` says whether the value belongs to the forward or the backward pass. The search goes backward
+through the equations from one value to the nearest taps.
+"""
 
 import itertools
 import os
@@ -19,6 +24,7 @@ from parallax.jaxprs import (
 from parallax.source_lines import is_jax_function
 from parallax.taps import LINEAR
 
+# The folders of this package and of its collectives.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join(_PACKAGE, "collectives") + os.sep
 # Frames in these files and in libraries are left out: a user does not look for a mistake there.
@@ -55,8 +61,14 @@ class ProgramSlice(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """A jaxpr, the body and the equation that contain it, and the equation that makes each
-    variable."""
+    """A jaxpr with its surroundings.
+
+    Attributes:
+        jaxpr: the jaxpr.
+        parent: the body that contains it; None for the whole program.
+        eqn: the equation of the parent that contains it.
+        makers: the equation that makes each of its variables.
+    """
 
     jaxpr: Jaxpr
     parent: "_Body | None"
@@ -96,7 +108,7 @@ def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
 
 
 def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
-    """Yields a jaxpr and all jaxprs inside it."""
+    """Yields a jaxpr and all jaxprs inside it, as bodies, the outer ones first."""
     body = _body(jaxpr, parent, eqn)
     yield body
     for inner_eqn in jaxpr.eqns:
@@ -108,8 +120,9 @@ class _SliceReader:
     """Collects the equations that a value depends on, as far as the nearest taps."""
 
     def __init__(self):
-        self.seen: set[tuple[int, Any]] = set()
-        self.bodies: dict[tuple[int, int], _Body] = {}
+        """Begins with nothing collected."""
+        self.seen: set[tuple[int, Any]] = set()  # the variables that were followed, by jaxpr
+        self.bodies: dict[tuple[int, int], _Body] = {}  # by jaxpr and the equation that calls it
         # Dicts without values are sets that keep their order.
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}
@@ -249,6 +262,7 @@ def _collective_function(eqn: JaxprEqn) -> str:
     """Returns the name of the function of `parallax.collectives` that was called, or ""."""
 
     def is_inside(frame):
+        """Returns whether a frame is in the folder of collectives."""
         return frame.file_name.startswith(_COLLECTIVES) and frame.function_name != "opened"
 
     innermost = itertools.takewhile(is_inside, _frames(eqn))

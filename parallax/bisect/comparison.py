@@ -1,4 +1,9 @@
-"""Compares two runs, value by value in program order."""
+"""Compares two runs, value by value in program order.
+
+A `Record` has the values of a run by `Key`: the path of the value's tap, its layer, and its `way`:
+an argument, the forward pass, the backward pass or a result. `copies` are mesh axes along which
+devices have different copies of one value.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,9 +14,9 @@ from parallax.bisect.collectives_between import ProgramSlice, before_result, bef
 from parallax.bisect.diagnosis import diagnose
 from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
 
-BOUND = 1e-11  # of float64: some thousand roundings of 1e-16, with room
-# The true value of some cotangents is 0, and all that is computed of them is rounding. They are
-# compared with this part of the largest number of their kind.
+BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
+# The true value of some cotangents is 0, and their computed numbers are only rounding errors. They
+# are compared with this part of the largest number of their kind.
 SMALL = 1e-3
 
 
@@ -110,6 +115,7 @@ def compare(
     Raises:
         ValueError: the runs have no value in common.
     """
+    # In the program order of the first run.
     a, b = (_recorded(run, options) for run in (run_a, run_b))
     keys = [key for key in a.values if key in b.values]
     if not keys:
@@ -123,7 +129,7 @@ def compare(
     for key in keys:
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         off = differences[key]
-        # `not <=` is true for nan, too.
+        # `not <=` is true for nan, which `>` is not.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
             first = _described(a, b, key, (off, allowed), copies, equal)
@@ -134,8 +140,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits: `times` the error of a run that is
-    right.
+    """Returns a bound for each value of a run in a short type: `times` the rounding error of a
+    right run in that type.
 
     Args:
         exact: a run in more bits, on one device.
@@ -165,10 +171,10 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns |a - b| of each common value, relative to its largest |a|.
+    """Returns |a - b| of each common value, relative to its largest |a|, but at least to `SMALL`
+    times the largest number of the value's kind.
 
-    If this largest |a| is below `SMALL` times the largest number of the value's kind, the latter
-    product takes its place.
+    Another shape, and any difference of whole numbers, count as infinite.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
@@ -222,6 +228,7 @@ def _described(
         numbers = float(right[index]), float(wrong[index])
     microbatch = None
     if value.rows is not None and index:
+        # A device's rows are its microbatches, of `rows` rows each, one after another.
         dim, rows = value.rows
         microbatch = index[dim] // rows % b.microbatches
     text = diagnose(right, wrong, b.sizes, b.microbatches, copies)
@@ -230,6 +237,7 @@ def _described(
     if copies and key.layer >= 0:
         text += "; or several layers have this number"
     program_slice = _slice_before(b, key, numbers=bool(copies))
+    # Equal values of the taps at which the slice begins, in this layer or a neighbour.
     taps = program_slice.taps if program_slice else ()
     near = [
         before

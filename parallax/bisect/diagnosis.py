@@ -1,4 +1,8 @@
-"""Guesses the kind of mistake from a wrong value and the right one."""
+"""Guesses the kind of mistake from a wrong value and the right one.
+
+Each guess is a function of the two arrays, in float64 and of one shape. It returns a text, or "" if
+it does not explain the wrong value.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,14 +10,14 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-FEW = 0.02  # of the numbers: fewer may be zero by chance
-MANY = 5  # blocks have too many orders beyond this
+FEW = 0.02  # a smaller share of the numbers may be zero by chance
+MANY = 5  # the largest number of blocks whose orders are all tried: 5! = 120
 # The binary digits of a number of each type
 DIGITS = {
     np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
 }
-NEAR = 1e-6  # of the largest number: how well a guess must explain the wrong value
+NEAR = 1e-6  # the error that a guess may leave, as a share of the largest number
 
 
 def diagnose(
@@ -57,17 +61,20 @@ def diagnose(
 
 
 def _largest(x: np.ndarray) -> float:
+    """Returns the largest absolute number; 0 for an empty array."""
     return float(np.max(np.abs(x), initial=0))
 
 
 def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
+    """Returns whether a guess equals the wrong value, up to rounding."""
     return _largest(wrong - guess) <= NEAR * _largest(guess)
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns the type, if each number is off as one rounding to a shorter type would make it."""
+    """Returns a text with the shorter type to which the numbers seem to be rounded: its rounding
+    error is the largest relative error, up to a factor of 16."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)
-    # Where all numbers are off by the same part, the wrong value is a multiple of the right one.
+    # If all errors are about equal, the wrong value is a multiple of the right one.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
@@ -77,7 +84,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns the factor, if the wrong value is a multiple of the right one."""
+    """Returns a text with the factor, and the axes of this size, if the wrong value is a multiple
+    of the right one."""
+    # The factor of least squares.
     energy = float(np.vdot(right, right))
     factor = float(np.vdot(right, wrong)) / energy if energy else 0.0
     if not factor or not _near(wrong, factor * right):
@@ -96,14 +105,15 @@ def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns the axes, or products of up to three axes, that have this size."""
+    """Returns the names of the axes, or of products of up to three axes, that have this size."""
     names = [name for name, count in counts.items() if count > 1]
     products = (axes for k in (1, 2, 3) for axes in itertools.combinations(names, k))
     return [" x ".join(axes) for axes in products if np.prod([counts[a] for a in axes]) == size]
 
 
 def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns the order, if the wrong value has the blocks of the right one in another order."""
+    """Returns a text with the order, if the wrong value has the blocks of the right one in another
+    order. As many blocks are tried as an axis has devices, or the batch microbatches."""
     sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
     for dim, count in itertools.product(range(right.ndim), sizes):
         if right.shape[dim] % count:
@@ -117,7 +127,8 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns the share of numbers that only one value has as 0, as with another dropout mask."""
+    """Returns a text with the share of places in which only one value is 0, as with another dropout
+    mask. Both values must have zeros."""
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
         return ""
@@ -125,7 +136,8 @@ def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns the smallest box that holds all wrong numbers, if it is smaller than the value."""
+    """Returns a text with the smallest box that has all wrong numbers, if it is smaller than the
+    value; "missing" if all numbers in it are 0."""
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""

@@ -1,10 +1,13 @@
-"""A record of one run: each tapped value, put together from the devices' reports.
+"""A record of one run: each tapped value, assembled from the reports of the devices.
 
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
-JAX's replication types say which of these. For a cotangent, sums and copies change places. If
-devices have copies of a value that is typed as varying, each has a term of the cotangent. If they
-have terms of a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the
-batch, so the cotangents of one part are multiplied by 1 / parts.
+JAX's replication types tell which. For a cotangent, sums and copies change places. If devices have
+copies of a value that is typed as varying, each has a term of the cotangent. If they have terms of
+a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the batch, so the
+cotangents of one part are multiplied by 1 / parts.
+
+A `Report` has a device's block, its `mark` (the facts of the tap), the device's places along the
+mesh axes, the microbatch (-1: no job) and the layer (-1: none).
 """
 
 import dataclasses
@@ -28,11 +31,17 @@ from parallax.jaxprs import opened
 from parallax.taps import AFTER, BACKWARD, BATCH, FORWARD, Report
 
 ARGUMENT, RESULT = "argument", "result"
-PHASES = (ARGUMENT, FORWARD, BACKWARD, AFTER, RESULT)
+PHASES = (ARGUMENT, FORWARD, BACKWARD, AFTER, RESULT)  # in program order
 
 
 class Key(NamedTuple):
-    """A value's key: the tap's path, the layer (-1: none) and one of `PHASES`."""
+    """The key of a value.
+
+    Attributes:
+        path: the path of its tap, with "*" for the number of the layer.
+        layer: the layer; -1 if it belongs to none.
+        way: one of `PHASES`.
+    """
 
     path: str
     layer: int
@@ -156,6 +165,7 @@ def record(
         arrays = jax.tree.map(jnp.asarray, arrays)
 
         def results(arrays):
+            """Returns the arrays among the function's results."""
             return eqx.filter(f(*eqx.combine(arrays, static)), eqx.is_array)
 
         traced = jax.jit(results).trace(arrays)
@@ -183,14 +193,14 @@ def _put_together(
     """
     reports_of: dict[Key, list[Report]] = {}
     for report in recorder.reports:
-        if report.microbatch >= 0:
+        if report.microbatch >= 0:  # else the device had no job, and the value is garbage
             key = Key(report.mark.path, report.layer, report.way)
             reports_of.setdefault(key, []).append(report)
     microbatches = 1 + max(report.microbatch for report in recorder.reports)
     values = {}
     for key in sorted(reports_of, key=_order(recorder.paths, reports_of)):
         reports = reports_of[key]
-        # The backward pass begins with the cotangent of the loss, which nothing computed.
+        # The cotangent of the loss (terms over BATCH) is given, and not computed.
         if key.way != BACKWARD or BATCH not in reports[0].mark.terms:
             values[key] = _whole(reports, _form(reports, microbatches, rows, (*rows, *means)))
     sizes = {name: size for report in recorder.reports for name, size in report.mark.sizes}
@@ -198,7 +208,7 @@ def _put_together(
 
 
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
-    """Returns the arguments or the results of a program as values."""
+    """Returns the arguments or the results of a program as values, keyed by their dotted path."""
     return {
         Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -220,6 +230,8 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
+        """Returns the phase, then the group in the trace, the layer and the tap; the last three in
+        reverse for a cotangent."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -227,7 +239,7 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
 
 
 class _Form(NamedTuple):
-    """How the reported blocks of one value make the whole value.
+    """The way in which the reported blocks of one value form the whole value.
 
     Attributes:
         names: the mesh's axes.
@@ -237,7 +249,7 @@ class _Form(NamedTuple):
         placed: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
-        scale: the factor of the sum.
+        scale: the factor of the sum, which makes it a mean.
         microbatches: the number of microbatches.
     """
 
@@ -255,8 +267,7 @@ class _Form(NamedTuple):
 def _form(
     reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> _Form:
-    """Returns how the reports of one value make the whole value, from the spec of its tap and from
-    JAX's replication types.
+    """Returns the form of one value, from the spec of its tap and from JAX's replication types.
 
     Args:
         reports: the reports of the value.
@@ -284,11 +295,13 @@ def _form(
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
-    """Returns one value, put together from all devices and microbatches."""
+    """Returns one value, assembled from all devices and microbatches: terms are added up, blocks
+    are put in their places, and copies are compared with the first of them."""
     copy_axes = [name for name in form.names if name not in form.placed | form.summed]
+    # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
     by_microbatch = form.rows is None and not form.joined
-    # By the place of a block, and then by the devices that have a copy of it: the sum of its terms,
-    # and one of the reports.
+    # By the place of a block, and then by the owner of a copy (its place along `copy_axes`, and its
+    # microbatch): the sum of the terms, and one of the reports.
     blocks: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
@@ -323,8 +336,8 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    With rematerialisation a value is computed and reported again; the first report counts. The
-    cotangents of all reports add up; without a job they are 0.
+    With rematerialisation a value is computed and reported again, and only the first report counts.
+    The cotangents of all reports are added up; those of a device without a job are 0.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:
@@ -342,7 +355,8 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
-    """Returns the axes along which the reported places differ."""
+    """Returns the axes along which the reported places differ. Devices that differ only along one
+    axis are compared with the first of them."""
     axes: set[str] = set()
     by_device = {report.device: report.places for report in reports}
     for i, name in enumerate(names):
@@ -355,7 +369,8 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 
 
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
-    """Returns the shape of the whole value."""
+    """Returns the shape of the whole value: each dim has the blocks of all devices that split it,
+    or the largest reported place and one."""
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
     if form.rows is not None:
@@ -366,7 +381,9 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 
 
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
-    """Returns the block's places in the whole value, along each dim."""
+    """Returns, for each dim, the indices of a report's block in the whole value: those it reports,
+    or those of block number `block`. The axes of a dim count from the outermost, then come
+    microbatches."""
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
     for dim, n in enumerate(report.value.shape):
@@ -381,7 +398,8 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns an array of all devices, and the difference between its copies."""
+    """Returns the value of an array of all devices, with the difference between its copies, if any,
+    under the name "devices"."""
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
