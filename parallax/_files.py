@@ -1,4 +1,4 @@
-"""Files that must outlive a power cut, and safe reads from a folder in which others may write."""
+"""Files that must survive a power failure, and safe reads from a folder in which others may write."""
 
 import errno
 import io
@@ -52,10 +52,11 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path}: needed {what} of {most} bytes at most; the file has {size}.")
-        # Another process may have made the file longer since: the bound holds here too.
+        # Another process may have made the file longer after the check of its size.
         return file.read(most)
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file without waiting for a pipe's writer, and without taking over a terminal."""
+    """Opens a file so that the call does not wait for the writer of a pipe, and so that a terminal
+    does not become the process's own."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -1,5 +1,4 @@
-"""Trees and devices as types: checked at run time, and unknown to type checkers, which read
-`Any`."""
+"""Types of trees, devices and rules. Tests check them at run time; type checkers read `Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias

@@ -1,4 +1,8 @@
-"""Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values."""
+"""Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values.
+
+An atom is an operand of an equation, a variable or a literal; its `aval` is its type. An array
+differs along a mesh axis if its type says that it varies over the devices of that axis.
+"""
 
 import functools
 import operator
@@ -14,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.collectives import types as collective_types
 
+# The folders of JAX and of Python, whose lines `origin` skips
 _BELOW = (os.path.dirname(str(jax.__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 
 # Primitives that compute each element of their result from the same element of their operands
@@ -80,7 +85,8 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 def called(eqn: JaxprEqn) -> Jaxpr | None:
     """Returns the only jaxpr of an equation, if it takes and returns as many values; else None.
 
-    The equations of `jit` and `checkpoint` have such a jaxpr.
+    The equations of `jit` and `checkpoint` have such a jaxpr. Only the numbers are compared, so the
+    body of a `scan` passes too: a caller that must not take it as a call asks for the name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -125,7 +131,7 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    A collective of this library holds functions instead of a jaxpr, so it is traced to see them.
+    A collective of this library holds Python functions instead of a jaxpr, so it is traced here.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -144,7 +150,8 @@ class Reach(NamedTuple):
     Attributes:
         at_all: the arguments that the value depends on in any way.
         alone: the arguments that it depends on in a way without a collective.
-        met: the arguments that met data in such a way, as a weight does in a product.
+        met: the arguments that were combined with data in a way without a collective, as a weight
+            is in a matmul.
     """
 
     at_all: int = 0
@@ -161,8 +168,8 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether the argument meets data on a way to the result without a collective, so that
-            the parts of other devices never join it.
+        unsent: whether the argument is combined with data on a way to the result without a
+            collective: the shards of other devices are never used there.
     """
 
     reached: list[bool]
@@ -170,18 +177,19 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """Returns for each result of a program how it depends on the arguments.
+    """Returns, for each result of a program, its dependence on the arguments.
 
-    Scalars that are added or multiplied meet nothing, so a penalty on weights does not count as a
-    use of the weights with data. An argument that goes into a `ppermute` counts as sent on all
-    ways, since a ring that is written by hand does not send a device's own block.
+    Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
+    may be added to a loss. An argument that goes into a `ppermute` counts as sent on all ways,
+    since a ring that is written by hand does not send a device's own block.
 
     Args:
         closed: the program.
         axis: the axis; collectives along other axes are ignored.
-        data: for each argument, whether it is data, which weights can meet.
+        data: for each argument, whether it is data, as opposed to a weight.
     """
     count = len(opened(closed).invars)
+    # Bit i of a mask stands for argument i, and the bit after the last for all constants.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
@@ -226,14 +234,14 @@ class Following:
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Returns the facts about a program's results."""
         jaxpr = opened(program)
-        # An inner program that was opened has lost the values of its constants, but has their
-        # types.
+        # A jaxpr that is not closed has only the types of its constants, not the values.
         numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
         constants = map(self.constant, types(jaxpr.constvars), numbers)
         known = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= zip(jaxpr.invars, arguments, strict=True)
 
         def read(atom):
+            """Returns the facts about an operand."""
             return self.constant(atom.aval, atom.val) if is_literal(atom) else known[atom]
 
         for eqn in jaxpr.eqns:
@@ -241,7 +249,8 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about an equation's results."""
+        """Returns the facts about an equation's results; inner programs are followed by `branches`,
+        `loop` and `run`, and other equations by `plain`."""
         name = eqn.primitive.name
         if name == "cond":
             return self.branches(eqn, operands)
@@ -254,7 +263,8 @@ class Following:
                 operands[first + carries :],
             )
         if name == "while":
-            # The first operands are constants of the condition.
+            # A `while` has first the constants of its condition, which are skipped, then those of
+            # its body, then the carries.
             skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             body_operands = operands[skipped:]
             body = opened(eqn.params["body_jaxpr"])
@@ -303,7 +313,8 @@ class FollowingAlong(Following):
 
     def __init__(self, axis: str):
         self.axis = axis
-        # By an equation's id: `is_sent` is asked again each time that a loop's body is read.
+        # A cache by the equation's id, since a loop's body is read several times. The equation is
+        # stored too: while it lives, no other can have its id.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
@@ -317,6 +328,8 @@ class _Ways(FollowingAlong):
     """Propagates the dependence on arguments, for `uses`.
 
     Attributes:
+        data: a mask of the arguments that are data, and of the constants that differ.
+        of_constants: the dependence of a constant that differs between devices.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
 
@@ -341,6 +354,7 @@ class _Ways(FollowingAlong):
             if name == "ppermute":
                 self.passed_on |= joined.alone
             joined = Reach(joined.at_all)
+        # Only arrays count as combined with each other, not scalars.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
         # A value that is the same on all devices, such as the condition of `cpu.sequence_after`,
@@ -348,7 +362,8 @@ class _Ways(FollowingAlong):
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the dependence of a result in which each operand meets the data of the others."""
+        """Returns the dependence of a result that combines all operands: an operand's arguments are
+        `met` if any other operand depends on data."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
@@ -357,19 +372,21 @@ class _Ways(FollowingAlong):
 
 
 def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """Returns the first `count` values, and the others."""
+    """Returns the first `count` values, and the remaining ones."""
     return values[:count], values[count:]
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
-    The other operands are sliced along their first dim, one slice for each trip. JAX 0.10 and 0.12
-    have different names for these numbers, so they are found by ranks: a slice has one dim fewer.
+    The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
+    and 0.12 have different names for these numbers, so they are found by ranks: a slice has one dim
+    fewer.
     """
     body = inner(eqn)[0]
 
     def count_with_other_rank(outside, inside):
+        """Returns the number of pairs of atoms whose ranks differ."""
         pairs = zip(types(outside), types(inside), strict=True)
         return sum(a.ndim != b.ndim for a, b in pairs)
 
@@ -412,8 +429,7 @@ def is_float(aval: Any) -> bool:
 def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     """Returns a name for the `jax.named_scope` of a loop that runs once or not at all.
 
-    It runs in `runs` of the `rounds` of the loop around it. A table says in which rounds, so the
-    compiler does not know the number. Code that reads the compiled program finds the number in this
-    name.
+    It runs in `runs` of the `rounds` iterations of an enclosing loop. A table decides in which, so
+    the compiled program does not show the number; its readers find it in this name (`COUNTED`).
     """
     return f"{name}.{runs}_of_{rounds}"

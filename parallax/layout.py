@@ -1,10 +1,10 @@
-"""How many devices each axis gets, and how a batch is cut: a frozen record of numbers and words.
+"""The number of devices on each mesh axis, and the parts of a batch: a frozen record.
 
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-It imports nothing of the core. `models.recipe` reads it from top to bottom, `validate` refuses
-sizes that do not fit.
+It imports nothing of the core. `models.recipe` builds a run from it, and `validate` refuses sizes
+that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of each field.
 """
 
 import dataclasses
@@ -40,48 +40,48 @@ class Layout:
     | | CPU, GPU | TPU |
     |---|---|---|
     | attention | the family's plain function | `models.flash.attention`, which keeps no scores |
-    | layers in a loop's body, ZeRO-3 | 2 | 1: with two the compiler copies all that is kept |
-    | `jax.checkpoint`'s barrier for `remat` | yes | no: what is kept would be copied |
-    | a pipeline's first slots | zeros on CPUs | as they are |
+    | layers in a loop's body, ZeRO-3 | 2 | 1: with two the compiler copies all stored arrays |
+    | `jax.checkpoint`'s barrier for `remat` | yes | no: stored arrays would be copied |
+    | a pipeline's first slots | zeros on CPUs | not initialised |
 
     Args:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
-        replica: groups of replicas, each of which has all that ZeRO splits over `data`: gradients
-            are reduced inside a group, and then their shares between groups, 1/n of the bytes. For
-            groups that a slower network joins (HSDP).
-        expert: devices, each of which sees a part of the batch too, among which each layer's
-            experts are split: tokens travel to their experts. All else is the same on them, as on
-            `data`; ZeRO's shares are among `data` and `context` alone. See `parallax.experts`.
-        context: devices among which the tokens of each sequence are split; attention goes round
-            them. See `parallax.context`.
-        microbatches: parts of a replica's batch, one after another (or, with stages, one behind
-            another); their gradients are accumulated.
+        replica: groups of `data` replicas, for groups on a slower network (HSDP). Each group has a
+            copy of all that ZeRO splits over `data`. Gradients are reduced inside a group, and then
+            their shares between groups: 1/n of the bytes.
+        expert: devices among which each layer's experts are split; tokens travel to their experts.
+            In all else the axis behaves like `data`: its devices take different sequences. ZeRO
+            splits its state only over `data` and `context`. See `parallax.experts`.
+        context: devices among which the tokens of each sequence are split; attention exchanges
+            keys and values around them. See `parallax.context`.
+        microbatches: the parts of a replica's batch. They run one after another, or, with stages,
+            follow each other through the stages; their gradients are accumulated.
         chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a
             smaller bubble.
-        zero: what the replicas split instead of holding copies of: 1 the optimizer's state, 2 the
-            sums of gradients too, 3 the parameters too.
+        zero: the values that the replicas split instead of holding copies: 1 the optimizer's state,
+            2 also the sums of gradients, 3 also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
         precision: the type that the model computes in: that of its parameters (`full`), or
-            `bfloat16` or `float16` beside them.
-        remat: what the backward pass computes again instead of keeping: `none`, `gathers` (what was
-            gathered over devices), `attention`, all but the `products` with weights, all but a
-            `block`'s input, or all but a `stage`'s. See `parallax.remat`.
+            `bfloat16` or `float16` copies of them.
+        remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
+            gathered over devices; `attention`; or all but the matmuls with weights (`products`), a
+            `block`'s input, or a `stage`'s input. See `parallax.remat`.
         schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
             `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
-            inside a stage, `one_f_one_b` or `zero_bubble`. The default allows any collectives in a
-            stage, chunks, and recomputation, which makes the others slower; docs/pipeline.md has
-            the measured times of all.
-        split_sends: whether each of the t devices of the tensor axis, which all have what goes from
-            stage to stage, sends 1/t of it, and gathers what came: for stages on different
-            machines. See `pipeline.split_over`.
-        processes: that drive the devices, each as many as the others.
+            inside a stage, `one_f_one_b` or `zero_bubble`. The default allows chunks, and any
+            collectives and recomputation in a stage, which makes the others slower;
+            docs/pipeline.md has the measured times of all.
+        split_sends: whether each of the t devices of the tensor axis sends 1/t of the activation to
+            the next stage, which gathers it; all t devices have the whole. It is for stages on
+            different machines. See `pipeline.split_over`.
+        processes: the processes that drive the devices, with equally many devices each.
 
     Raises:
         ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act
-            on; chunks and microbatches that are no multiple of the stages; processes that do not
-            divide the devices. The message proposes the nearest layout that works.
+            on; with chunks, microbatches that are not a multiple of the stages; processes that do
+            not divide the devices. The message proposes the nearest layout that works.
     """
 
     data: int = 1
@@ -101,8 +101,8 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
-        # The class is frozen. NumPy's numbers would not become JSON, and two equal layouts would
-        # have two hashes.
+        # NumPy's numbers become Python's: otherwise JSON could not write them, and equal layouts
+        # could have different hashes. The class is frozen, so this is the way to set a field.
         for name, value in _as_python(vars(self)).items():
             object.__setattr__(self, name, value)
         self._refuse({})
@@ -111,8 +111,8 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and each other
-        axis above 1."""
+        """The sizes of the mesh axes, for `mesh.make(**layout.axes)`: data, stage and tensor, and
+        each other axis of more than one device."""
         sizes = {name: getattr(self, name) for name in AXES}
         return {name: size for name, size in sizes.items() if name in ALWAYS or size > 1}
 
@@ -123,8 +123,8 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model (but for the experts that it splits), each of which sees a part of
-        the batch."""
+        """The number of parts of the batch, each on one copy of the model; the copies along the
+        axis `expert` share their experts."""
         return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
@@ -134,7 +134,7 @@ class Layout:
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Returns the place of a device along each axis. Devices are numbered with the last axis
+        """Returns the index of a device along each axis. Devices are numbered with the last axis
         fastest, as in a mesh.
 
         Raises:
@@ -151,8 +151,8 @@ class Layout:
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """Returns the devices that `device` works with along these axes, itself among them, in the
-        order of their ring.
+        """Returns the devices that `device` communicates with along these axes, itself included, in
+        the order of their ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -173,15 +173,14 @@ class Layout:
             if fixed.items() <= self.coordinates(number).items()
         ]
 
-    # The batch and the shards, as the recipe and the plan ask for them
+    # The batch and the shards, for the recipe and the plan
 
     def global_batch(self, sequences: int) -> int:
-        """Returns the sequences of a step in which each microbatch has `sequences` on a device."""
+        """Returns the sequences of a step if each microbatch has `sequences` on a device."""
         return sequences * self.microbatches * self.replicas
 
     def sequences(self, batch: int) -> int:
-        """Returns the sequences of one microbatch on a device, of a global batch that `check`
-        admits."""
+        """Returns the sequences of one microbatch on a device, for a global batch that divides."""
         return batch // (self.microbatches * self.replicas)
 
     @property
@@ -191,22 +190,22 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Devices among which the optimizer's state is split: 1 without ZeRO."""
+        """The number of devices among which the optimizer's state is split: 1 without ZeRO."""
         return self.data * self.context if self.zero >= 1 else 1
 
     @property
     def gradient_shards(self) -> int:
-        """Devices among which the sums of gradients are split: more than 1 from ZeRO-2 on."""
+        """The number of devices among which the sums of gradients are split: 1 below ZeRO-2."""
         return self.data * self.context if self.zero >= 2 else 1
 
     @property
     def parameter_shards(self) -> int:
-        """Devices among which the parameters are split: more than 1 for ZeRO-3."""
+        """The number of devices among which the parameters are split: 1 below ZeRO-3."""
         return self.data * self.context if self.zero == 3 else 1
 
     @property
     def token_shards(self) -> int:
-        """Devices of the tensor axis among which the residual stream is split by tokens."""
+        """The number of tensor devices among which the residual stream is split by tokens."""
         return self.tensor if self.sequence else 1
 
     # Checks
@@ -217,18 +216,18 @@ class Layout:
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Refuses a model, a global batch (in sequences) or a machine that this layout does not
-        fit.
+        """Raises `ValueError` if a model, a global batch (in sequences) or a machine does not fit
+        this layout.
 
             layout.check(config.sizes | {"batch": 64, "devices": 8})
 
         Args:
-            sizes: layers, heads, hidden, rows, tokens and batch; where they are known, experts,
-                devices and processes too.
+            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens and batch; if they
+                are known, also experts, devices and processes.
 
         Raises:
-            ValueError: a size is missing or has another name; or what was needed, what came, and
-                the nearest sizes that work in every respect.
+            ValueError: a size is missing or has another name, or does not fit. The message proposes
+                the nearest sizes that fit in every respect.
         """
         needed, optional = {*validate.SIZES}, {*validate.OPTIONAL_SIZES}
         if not needed <= sizes.keys() <= needed | optional:
@@ -240,6 +239,7 @@ class Layout:
         self._refuse(dict(sizes))
 
     def _refuse(self, sizes: dict[str, Any]) -> None:
+        """Raises `ValueError` if the fields are wrong, or do not fit these sizes."""
         message = validate.refusal(vars(self), _as_python(sizes))
         if message is not None:
             raise ValueError(message)
@@ -261,14 +261,15 @@ class Layout:
 
         Args:
             text: parts separated by commas.
-            sizes: sizes that it must fit, by the names of `check`'s arguments; any of them.
-            wording: of the message; by default it proposes the whole text.
+            sizes: any of the sizes of `check`, which the layout must fit.
+            wording: the form of the proposal in an error; by default it proposes the whole text.
 
         Raises:
-            ValueError: a part that is no `name=value`, an unknown name or value, a name twice; or
+            ValueError: a part that is not `name=value`, an unknown name or value, a name twice; or
                 as `Layout` does.
         """
-        # All parts are read before the first fault is told, so that the proposal has the others.
+        # All parts are read before the first fault is raised, so that the proposal has all fields.
+        # `misread` are the sentences for parts that could not be read as they stand.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -312,8 +313,10 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """Returns the layout of the fields that were read; `misread` are the faults of the text
-        that they already mend."""
+        """Returns the layout of these fields, or raises a `ValueError`.
+
+        `misread` are the sentences for faults of the text; in `written` these are already mended.
+        """
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -327,7 +330,7 @@ class Layout:
 
 
 def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with Python's whole numbers and truth values in the place of NumPy's."""
+    """Returns `values` with NumPy's integers and booleans as Python's."""
     return {
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()
@@ -335,23 +338,23 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """Returns `text` in the type of the field `name`; unchanged where it is not of that type."""
+    """Returns `text` in the type of the field `name`; unchanged if it cannot be read so."""
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # Python refuses to read a number of thousands of digits, with an error of its own.
+    # Fewer than 20 digits: Python raises an error of its own for a number of thousands of digits.
     is_number = text.removeprefix("-").isdecimal() and len(text) < 20
     return int(text) if kind is int and is_number else text
 
 
 def _value_of_bare(name: str) -> Any:
-    """Returns the value of a field that is named without one."""
+    """Returns the value of a field that is written without one: `sequence` means True."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 
 def _known_name(name: str, misread: list[str]) -> str:
-    """Returns the field of this `name`; else the one with the closest spelling, with a fault added
-    to `misread`."""
+    """Returns `name` if there is such a field. Otherwise returns the field with the closest
+    spelling, and adds a sentence to `misread`."""
     if name in DEFAULTS:
         return name
     misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")

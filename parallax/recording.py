@@ -1,7 +1,7 @@
 """The record of a model's values: whether one is made, and the layer and microbatch of a trace.
 
-`taps` reports the values. A loop that only gives its number imports just this file. While no record
-is made, this file adds nothing to a program.
+`taps` reports the values. A loop over layers or microbatches gives their numbers by `at`, and needs
+only this file. While no record is made, this file adds nothing to a program.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Gives the taps inside a `layer` or a `microbatch`: whole numbers, or arrays.
+    """Sets the `layer` or the `microbatch` of the taps in a `with` block: integers, or arrays.
 
-    None keeps the number that the code around has set.
+    None keeps the number that an enclosing `at` has set.
     """
     if not is_on():
         yield
@@ -55,7 +55,7 @@ def numbered(count: int) -> Int[Array, " count"] | None:
 
 
 def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns the number of the microbatch if there is a job, else -1.
+    """Returns a number for `at`: the microbatch if a pipeline stage has a job, `valid`, else -1.
 
     Returns None while no record is made.
     """

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.jaxprs import frames
 
-# Folders, by which `source` recognises whose line made an equation.
+# Folders that tell whether a line is of the user, of this library, of another, or of Python.
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _LINT, _COLLECTIVES = (os.path.join(_PACKAGE, name) + os.sep for name in ("lint", "collectives"))
 _LIBRARIES = tuple(
@@ -34,7 +34,7 @@ def source(eqn: JaxprEqn) -> str:
     library_line = UNKNOWN
     for frame in frames(eqn):
         name = frame.file_name
-        # The frames from here on called the lint, and did not make the equation.
+        # The lint traced the program: the frames from here on called the lint.
         if name.startswith(_LINT):
             break
         line = f"{name}:{frame.line_num}"
@@ -50,6 +50,7 @@ def maker(eqn: JaxprEqn) -> str:
     """Returns the file of the innermost function outside JAX that made an equation, or ""."""
     for frame in frames(eqn):
         name = frame.file_name
+        # Installed packages lie inside the folder of the standard library.
         is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
         if name.endswith(".py") and not is_standard and not name.startswith(_LIBRARIES[0]):
             return name

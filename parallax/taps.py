@@ -25,11 +25,12 @@ from parallax._typing import PyTree
 from parallax.collectives.types import varying_axes
 from parallax.recording import AT, RECORDER, is_on
 
-# In a spec: all that splits the rows of the batch, which is the data axis and microbatches.
+# An axis in a spec that stands for all splits of the batch's rows: the data axis and microbatches.
 BATCH = "batch"
 WHOLE = P()
-# The way of a tap. LINEAR is the tap of a tangent: it reports nothing, and its transpose is the tap
-# of the cotangent, BACKWARD. AFTER is for values that follow the backward pass.
+# The ways of a tap. FORWARD reports a value. LINEAR is the tap of a tangent: it reports nothing,
+# and its transpose is BACKWARD, which reports the cotangent. AFTER is for values that are computed
+# after the backward pass.
 FORWARD, LINEAR, BACKWARD, AFTER = "forward", "linear", "backward", "after"
 
 
@@ -39,10 +40,10 @@ class Mark(NamedTuple):
     Attributes:
         path: the name of the tap; "*" stands for the layer.
         dims: for each dim, the axes that split it.
-        terms: the axes along which each device has a term of a sum that was not taken yet.
+        terms: the axes over which the value is still to be summed: each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
-        placed: the dims for which a report says where their elements are in the whole array.
+        placed: the dims for which a report has the positions of its elements in the whole array.
     """
 
     path: str
@@ -58,13 +59,14 @@ class Report(NamedTuple):
 
     Attributes:
         mark: the mark of the tap.
-        way: `forward`; `backward` for a cotangent; `after` for a value that follows the backward
-            pass.
-        device: the device's place along each axis of the mark's `sizes`.
+        way: `forward`; `backward` for a cotangent; `after` for a value that is computed after the
+            backward pass.
+        device: the device's index along each axis of the mark's `sizes`.
         microbatch: the number of the microbatch; -1 if the device had no job.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
-        places: for each dim in the mark's `placed`, where its elements are in the whole array.
+        places: for each dim in the mark's `placed`, the positions of its elements in the whole
+            array.
     """
 
     mark: Mark
@@ -120,12 +122,12 @@ def tap(
         x: a value of the model: on each device, its block.
         path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
             that `at` gives.
-        spec: how the whole value is split. "batch" stands for all that splits the rows of the
-            batch: the data axis, and microbatches. `P(unreduced={"tensor"})` says that each device
-            of that axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the
-            batch has its own value, and that the whole value is their mean, as for a loss. Along
-            other axes all devices have the same value.
-        places: for each dim that is not split into equal blocks in order: the places of its
+        spec: the split of the whole value. "batch" stands for all splits of the batch's rows: the
+            data axis, and microbatches. `P(unreduced={"tensor"})` says that each device of that
+            axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
+            its own value, and that the whole value is their mean, as for a loss. Along other axes
+            all devices have the same value.
+        places: for each dim that is not split into equal blocks in order, the positions of its
             elements in the whole array.
 
     Raises:
@@ -156,7 +158,7 @@ def tap_tree(
             split them.
         loops: the number of first dims that the specs have and the arrays lack, since loops (such
             as a scan over layers) run over them.
-        way: `AFTER` for values that follow the backward pass, which have no cotangent.
+        way: `AFTER` for values that are computed after the backward pass and have no cotangent.
     """
     if not is_on():
         return tree
@@ -217,7 +219,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
         for name in ("microbatch", "layer")
     ]
-    # The callback does not know its device, so the device's place is passed to it.
+    # The callback does not know its device, so it gets the device's indices as operands.
     device = [lax.axis_index(name) for name, _ in sizes]
     return tap_p.bind(
         x,
@@ -243,8 +245,8 @@ def _lowered(
     """Returns the lowering of a tap: `x`, and a callback to Python that reports it.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
-    arrays first. To read such an array needs a thread, and if callbacks of other devices occupy all
-    threads, the program hangs forever (https://github.com/jax-ml/jax/issues/25861).
+    arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy
+    all threads, the program hangs forever (https://github.com/jax-ml/jax/issues/25861).
     """
     if way != LINEAR:
         keep = functools.partial(_keep, mark, way, recorder)
@@ -258,8 +260,8 @@ def _lowered(
 def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tuple[()]:
     """Adds a report of `x` to the recorder.
 
-    `others` are the operands of `tap_p` after `x`: the device's place along each axis, then the
-    numbers of the microbatch and the layer, then the places of each dim in `mark.placed`.
+    `others` are the operands of `tap_p` after `x`: the device's index along each axis, then the
+    numbers of the microbatch and the layer, then the positions for each dim in `mark.placed`.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]
@@ -272,7 +274,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and its tangent, tapped too: the forward derivative of `tap_p`."""
+    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`."""
     x, *others = primals
     # The transpose of the tangent's tap is the tap of the cotangent.
     way = LINEAR if params["way"] == FORWARD else params["way"]
@@ -283,7 +285,8 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangent, tapped unless it is zero."""
+    """Returns the cotangents of the operands of `tap_p`: that of `x`, tapped unless it is zero, and
+    None for the others, which are integers."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]
@@ -292,7 +295,7 @@ def _transposed(cotangent, x, *others, **params):
 def _batched(arguments, dims, *, mark, way, recorder):
     """Returns the tap under `jax.vmap`: the mapped dim becomes a dim of the batch in the mark."""
     dim, *others = dims
-    # A mapped layer or microbatch would report several of them in one callback.
+    # If the layer or the microbatch were mapped, one callback would report several of them.
     if any(other_dim is not None for other_dim in others):
         raise ValueError(
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "

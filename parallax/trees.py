@@ -19,9 +19,9 @@ class DiskForm(NamedTuple):
     """The form in which a state is stored, for `run.checkpoint.Checkpoints`.
 
     Attributes:
-        to_disk: from a state to the form that all layouts share, of arrays by `jax.numpy` alone; it
-            is compiled.
-        from_disk: its inverse.
+        to_disk: from a state to the form that all layouts share; it uses only `jax.numpy` on the
+            arrays, since it is compiled.
+        from_disk: the inverse of `to_disk`.
     """
 
     to_disk: Callable[[PyTree], PyTree]
@@ -29,9 +29,9 @@ class DiskForm(NamedTuple):
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is a JAX or NumPy array, or the shape of one.
+    """Returns whether a leaf is a JAX or NumPy array, or a `jax.ShapeDtypeStruct`.
 
-    Python numbers are no arrays here: they stay static.
+    Python numbers do not count as arrays: they are static.
     """
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
@@ -75,7 +75,7 @@ RENAME = (
 
 
 def twice(paths: Sequence[str]) -> list[str]:
-    """Returns the paths that several leaves have."""
+    """Returns the paths that occur more than once."""
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
@@ -93,9 +93,9 @@ class SpecsByPath(dict[str, PartitionSpec]):
         return f"the specs of {len(self)} paths"
 
 
-# The axes along which one spec splits leaves with unequal numbers of rows. `mesh.spmd` sets this
-# value while it traces, and `grads` refuses such a batch. Types do not show which spec an array
-# had.
+# The axes over which one spec splits several leaves with different numbers of rows. `mesh.spmd`
+# sets this value while it traces, and `grads` refuses such a batch: the types of the arrays do not
+# show their specs.
 UNEVEN_AXES = jax.make_user_context(frozenset())
 
 

@@ -1,8 +1,9 @@
-"""Whether the sizes of a run fit together, and what to change where they do not.
+"""Whether the sizes of a run fit together, and the nearest change that makes them fit.
 
-Plain dicts go in: `fields` are those of a `layout.Layout`, `sizes` are those of the model, the
-batch and the machine. A proposal starts from the change that cures the first fault, and is repaired
-fault by fault until nothing is wrong any more.
+All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` those of
+the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes of
+fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one by
+one until none is left.
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -25,7 +26,7 @@ PER_STAGE = (
 Fields = Mapping[str, Any]
 
 AXES = ("replica", "data", "expert", "stage", "context", "tensor")
-BATCH_AXES = ("replica", "data", "expert")  # those that split the batch by sequences
+BATCH_AXES = ("replica", "data", "expert")  # these split the batch by sequences
 ALWAYS = (
     "data",
     "stage",
@@ -34,7 +35,7 @@ ALWAYS = (
 SIZES = ("layers", "heads", "hidden", "rows", "tokens", "batch")  # of a model and a batch
 OPTIONAL_SIZES = ("experts", "devices", "processes")
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
-CHOICES: dict[str, tuple] = {  # the default first; zero and remat in the order of what they save
+CHOICES: dict[str, tuple] = {  # the default first; zero and remat by the memory that they save
     "zero": (0, 1, 2, 3),
     "sequence": (False, True),
     "precision": get_args(Precision),
@@ -47,19 +48,19 @@ DEFAULTS: dict[str, Any] = {
     **{name: choices[0] for name, choices in CHOICES.items()},
 }
 KINDS = {bool: "True or False", int: "a whole number", str: "a word"}
-MOST_DEVICES = 2**20  # more than any run has of devices, microbatches or processes
-MOST = 2**31 - 1  # of layers, tokens and other sizes
-MOST_REPAIRS = 50
+MOST_DEVICES = 2**20  # above this, a count of devices, microbatches or processes is a mistake
+MOST = 2**31 - 1  # the largest number of layers, tokens and so on
+MOST_REPAIRS = 50  # the most cures of one proposal
 
 
 class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: what was needed and what came, as a sentence; a name in braces stands for that name
-            with its value.
-        changes: cures, the best first: new values by name.
-        note: words behind the first cure in the message.
+        needed: the sentence that says what was needed and what came; a name in braces stands for
+            that name with its value.
+        changes: the cures, the best first: new values by name.
+        note: words that follow the first cure in the message.
     """
 
     needed: str
@@ -68,13 +69,14 @@ class Fault(NamedTuple):
 
 
 class Wording(NamedTuple):
-    """How the caller writes sizes, and which of them the caller can change.
+    """The form in which the caller writes sizes, and the sizes that the caller can change.
 
     Attributes:
-        value: `(name, value)` to text: `data=4`, or `--data 4`.
-        change: `(fields that the caller wrote, new values)` to the text that makes the change.
-        fixed: sizes that the caller cannot change.
-        accepts: whether a change is right in everything else that the caller checks.
+        value: from a name and its value to text, such as `data=4` or `--data 4`.
+        change: from the fields that the caller wrote, and the new values, to the text that the
+            caller should write.
+        fixed: the sizes that the caller cannot change.
+        accepts: whether a change passes all other checks of the caller.
     """
 
     value: Callable[[str, Any], str]
@@ -86,6 +88,9 @@ class Wording(NamedTuple):
 def as_text(fields: Fields) -> str:
     """Returns fields as a command line has them: `data=2,remat=block`."""
     return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+# The values and changes of the three wordings below
 
 
 def _python_value(name: str, value: Any) -> str:
@@ -121,19 +126,19 @@ def refusal(
     written: Fields | None = None,
     misread: str = "",
 ) -> str | None:
-    """Returns why a layout of `fields` cannot be, or does not fit `sizes`, and what to take
-    instead; None if it fits.
+    """Returns the message for a layout whose `fields` are wrong or do not fit `sizes`, with a
+    proposal; None if it fits.
 
     Args:
         fields: a layout's fields by name.
-        sizes: none; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and
+        sizes: empty; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and
             processes.
-        wording: of the message.
-        written: those of the fields that the caller wrote.
-        misread: a fault of the text that the caller wrote, which `fields` already mends.
+        wording: the form of the message.
+        written: the fields that the caller wrote, by name; the others have their defaults.
+        misread: the sentence for a fault of the caller's text, which is already mended in `fields`.
     """
     sizes = _with_experts(sizes)
-    # A fault of the text comes first: the fields are already those that it may have meant.
+    # A fault of the text comes first. Its cure changes nothing, since `fields` are mended already.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -143,35 +148,34 @@ def refusal(
     works = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
     if not works:
         return needed
-    # The note speaks of the first cure, which may not be the one that works.
+    # The note belongs to the first cure, which may not be among those that work.
     note = fault.note if fault.changes[0].items() <= works[0].items() else ""
     texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in works))
     return f"{needed} {proposal(texts[:2], note)}"
 
 
 def proposal(texts: Sequence[str], note: str = "") -> str:
-    """Returns the sentence that proposes the first of `texts`, which works as it is typed, and the
-    others in brackets."""
+    """Returns the sentence that proposes the first of `texts`, and the others in brackets."""
     first, *alternatives = texts
     in_brackets = "".join(f" (or {text})" for text in alternatives)
     return f"Use {first}{note}{in_brackets}."
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Returns whether nothing is wrong."""
+    """Returns whether a layout of these fields exists and fits these sizes."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Returns `change`, and what else must then change so that nothing is wrong; None where that
-    would need a size that is `fixed`."""
+    """Returns `change` and all further changes that it makes necessary; None if no change fits, or
+    if one of a `fixed` size would be needed."""
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
-    # A cure may need another one: more stages need more microbatches. Cures that undo each other
-    # would go on for ever.
+    # A cure may cause another fault: more stages need more microbatches. The number is limited,
+    # since two cures could undo each other forever.
     for _ in range(MOST_REPAIRS):
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
@@ -182,7 +186,7 @@ def repaired(
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
             }
-            # A proposal that changes what the caller cannot change, such as the devices, is none.
+            # The caller cannot use a proposal that changes a fixed size, such as the devices.
             return None if set(differing) & set(fixed) else differing
         cures = [cure for cure in fault.changes if not set(cure) & set(fixed)]
         if not cures:
@@ -192,12 +196,12 @@ def repaired(
 
 
 def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
-    """Yields all that is wrong, in the order in which a reader would mend it.
+    """Yields all faults, in the order in which a reader would mend them.
 
-    In order to repair one fault after another, it checks the sizes that decide the number of
-    devices first, and then the sizes that must divide by others.
+    With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
+    of devices, and then the sizes that must divide by them.
     """
-    # What follows computes with the numbers, so they must be numbers.
+    # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
     if unreadable:
         yield from unreadable
@@ -212,7 +216,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields values that a field cannot have."""
+    """Yields a fault for each field whose type or value is wrong."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -229,8 +233,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields sizes that count nothing, and a machine whose processes cannot have as many devices
-    each."""
+    """Yields a fault for the first size that is not a whole number above 0, or for a machine whose
+    devices do not divide by its processes."""
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
@@ -252,6 +256,7 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _choices(fields: Fields) -> Iterator[Fault]:
+    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica."""
     shards_state = fields["zero"] > 0
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
@@ -274,7 +279,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
-    """Yields choices for pipelines, without one or with others that exclude them."""
+    """Yields a fault for each choice of a pipeline that has no stages, or that another choice
+    excludes."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -313,9 +319,9 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields sizes that do not divide by the devices among which they are split."""
+    """Yields a fault for each size that does not divide by the devices among which it is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
-    # One size of the tensor axis must divide both, so both are mended at once.
+    # The tensor axis must divide both heads and hidden units, so one cure mends both.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (
         ("heads", "the model's heads"),
@@ -350,7 +356,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields sequences and tokens that do not divide by the devices among which they are split."""
+    """Yields a fault for sequences, and for tokens, that do not divide by the devices among which
+    they are split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
@@ -363,8 +370,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number by which a sequence's tokens must divide, and the sentence for tokens that
-    do not."""
+    """Returns the number that must divide the tokens of a sequence, and the sentence for tokens
+    that it does not divide."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -372,8 +379,8 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             t,
             "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
         )
-    # Each of the c devices holds two chunks of the sequence, and splits them by tokens over the
-    # tensor axis.
+    # Each of the c devices holds two chunks of the sequence, which balances causal attention, and
+    # with `sequence` splits its tokens over the tensor axis: c lcm(2, t) must divide them.
     if t <= 2:
         factors = "2 x {context}"
     elif t % 2 == 0:
@@ -386,6 +393,7 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
 
 
 def _batch_divisor(fields: Fields) -> int:
+    """Returns the number of parts into which the batch is split: replicas times microbatches."""
     return math.prod(fields[name] for name in (*BATCH_AXES, "microbatches"))
 
 
@@ -393,12 +401,13 @@ def _batch_divisor(fields: Fields) -> int:
 
 
 def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields processes that cannot have as many devices each."""
+    """Yields a fault if the layout's devices do not divide by its processes."""
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
-    # Where the machine says how many processes there are, the devices change instead.
+    # If the machine fixes the number of processes, more replicas are the cure. `data` must be a
+    # multiple of processes / gcd(others, processes), for `others` devices per replica.
     others = devices // fields["data"]
     data = fields["data"]
     more_devices = _multiples("data", data, processes // math.gcd(others, processes))
@@ -410,8 +419,8 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields axes that do not multiply to the devices, and another number of processes than the run
-    has."""
+    """Yields a fault if the product of the axes is not the number of devices of the machine, and if
+    the number of processes is not that of the run."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
         names = [name for name in AXES if name in ALWAYS or fields[name] > 1]
@@ -427,11 +436,11 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
-    """Returns sizes of the axes that multiply to the machine's devices: `data` takes what the
-    others leave.
+    """Returns sizes of the axes whose product is the machine's devices: the other axes stay, and
+    `data` is the quotient.
 
-    Where the others do not divide the devices, each becomes the closest divisor that the model can
-    be split by.
+    If the product of the others does not divide the devices, each becomes the closest divisor that
+    the model can be split by.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -450,6 +459,7 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
 
 
 def _devices(fields: Fields) -> int:
+    """Returns the number of devices of a layout: the product of its axes."""
     return math.prod(fields[name] for name in AXES)
 
 
@@ -457,8 +467,8 @@ def _devices(fields: Fields) -> int:
 
 
 def closest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is closest to `size`, the smaller of two."""
-    # No divisor is larger than the number.
+    """Returns the divisor of `number` that is closest to `size`; of two, the smaller one."""
+    # No divisor is larger than the number itself.
     size = min(number, size)
     for distance in range(size):
         for near in (size - distance, size + distance):
@@ -479,22 +489,22 @@ def most_like(word: str, choices: list[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns `text` as it stands in `Fault.needed`, where braces are for names."""
+    """Returns `text` with its braces doubled, for `Fault.needed`, which is a format string."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
-    """Returns the multiples of `divisor` next to `size`: the one above, and the one below unless it
-    is 0."""
+    """Returns two cures for the size `name`: the multiple of `divisor` above `size`, and the one
+    below it unless that is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor
     return ({name: above}, {name: below}) if below else ({name: above},)
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """Returns the value that one of another type may have been meant for; the default where that is
-    not plain."""
-    # Text of other values, such as of an array, says nothing of what was meant.
+    """Returns the value of the default's type that a value of another type may mean; the default if
+    that is not clear."""
+    # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")
@@ -505,7 +515,7 @@ def _meant(value: Any, default: Any) -> Any:
 
 
 def _closest_choice(value: Any, choices: tuple) -> Any:
-    """Returns the closest number, or the word with the closest spelling."""
+    """Returns the choice that is closest to the value: by distance for numbers, else by spelling."""
     if isinstance(value, int) and isinstance(choices[0], int):
         return min(choices, key=lambda choice: abs(choice - value))
     by_text = {str(choice): choice for choice in choices}
@@ -513,11 +523,12 @@ def _closest_choice(value: Any, choices: tuple) -> Any:
 
 
 def _with_experts(sizes: Fields) -> Fields:
-    """Returns the sizes; a model that does not name experts has none to split."""
+    """Returns the sizes, with 1 expert for a model that does not give their number."""
     return {"experts": 1, **sizes} if "layers" in sizes else sizes
 
 
 def _without_fields(sizes: Fields) -> dict[str, Any]:
+    """Returns the sizes that are not also fields of a layout, such as `processes`."""
     return {name: value for name, value in sizes.items() if name not in DEFAULTS}
 
 
@@ -527,5 +538,6 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    """Returns a value for a message, cut if it is long, with its braces doubled."""
     text = repr(value)
     return escaped(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")
