@@ -1,4 +1,4 @@
-"""Files that must survive a power failure, and safe reads from a folder in which others may write."""
+"""Files that must survive a power failure, and safe reads from a folder that others may write to."""
 
 import errno
 import io
@@ -52,7 +52,7 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path}: needed {what} of {most} bytes at most; the file has {size}.")
-        # Another process may have made the file longer after the check of its size.
+        # Another process may have made the file longer since: then only the first bytes are read.
         return file.read(most)
 
 

@@ -57,8 +57,8 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: the sentence that says what was needed and what came; a name in braces stands for
-            that name with its value.
+        needed: the sentence that says what was needed and what came. It is a format string: a name
+            in braces is replaced by that name with its value.
         changes: the cures, the best first: new values by name.
         note: words that follow the first cure in the message.
     """
@@ -406,8 +406,9 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if devices % processes == 0:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
-    # If the machine fixes the number of processes, more replicas are the cure. `data` must be a
-    # multiple of processes / gcd(others, processes), for `others` devices per replica.
+    # If the machine fixes the number of processes, another `data` is the cure, the smaller one
+    # first. It must be a multiple of processes / gcd(others, processes), for `others` devices per
+    # replica.
     others = devices // fields["data"]
     data = fields["data"]
     more_devices = _multiples("data", data, processes // math.gcd(others, processes))
@@ -515,7 +516,7 @@ def _meant(value: Any, default: Any) -> Any:
 
 
 def _closest_choice(value: Any, choices: tuple) -> Any:
-    """Returns the choice that is closest to the value: by distance for numbers, else by spelling."""
+    """Returns the choice closest to the value: by distance for numbers, else by spelling."""
     if isinstance(value, int) and isinstance(choices[0], int):
         return min(choices, key=lambda choice: abs(choice - value))
     by_text = {str(choice): choice for choice in choices}

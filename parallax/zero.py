@@ -118,9 +118,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """Returns this device's shares of the sums of `gradients` over `axis`; leaves that stay whole
     are not summed.
 
-    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap that in `reduce_scattered`, which
-    completes the mean. `axis` has only the axes of the shares, not an axis that splits a parameter
-    itself, such as that of experts.
+    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap that in `reduce_scattered`. That
+    recognises shares by their shape, sums the leaves that stay whole, and divides. `axis` has only
+    the axes of the shares, not an axis that splits a parameter itself, such as that of experts.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 

@@ -25,7 +25,7 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
     `precision.unscaled`. A gradient that varies along an axis counts as a shard of a larger one.
-    `reduce_norm_over` is the `axes` of `norm`.
+    `reduce_norm_over` has axes with their algorithms, to sum the norm over; others use `jax.lax`.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -40,8 +40,9 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 def check_max_norm(where: str, max_norm: Any) -> None:
     """Raises `ValueError` if gradients cannot be clipped to this norm: it is NaN, 0 or below.
 
-    `where` is the function that takes it, for the message.
+    A traced number has no value yet, and passes. `where` is the caller, for the message.
     """
+    # `not ... > 0` is also true for NaN.
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "

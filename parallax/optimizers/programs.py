@@ -177,9 +177,12 @@ class _Elements(jaxprs.Following):
 
 
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
-    """Returns the sources of a result of type `aval` that an equation computes element by element
-    from `value`. A shard and a whole array must not be combined, since their elements differ."""
-    # The updates of `zero.sharded` are whole on every device, as the parameters are: they may be.
+    """Returns the sources of a result of type `aval` that an equation computes element by element.
+
+    `value` has those of all its operands. If a shard and a whole array are among them, the result
+    mixes: element i of the shard is not element i of the whole array.
+    """
+    # The exception: updates that `zero.sharded` has gathered are whole, and marked by `RIGHT`.
     both_whole = RIGHT in value.leaves and not split_over(aval)
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value

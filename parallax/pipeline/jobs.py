@@ -160,8 +160,8 @@ class Jobs(Programs):
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # The backward pass is linear in its cotangent: of 0, as in an idle tick, it makes 0.
-        # `seed` is the cotangent of the stage's own term of the loss.
+        # An idle stage has a cotangent of 0. `seed` is the cotangent of the stage's own term of the
+        # loss; the gradients that it adds on an idle stage are masked in `_with_gradients`.
         ct = masked(task.valid, ct), self.seed
         # The results are the gradients, or, of I, the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)

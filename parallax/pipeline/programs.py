@@ -303,7 +303,9 @@ class Programs:
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
         """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`,
-        of which only the first pair is differentiated."""
+        of which only the first pair is differentiated. `moving` are the floating-point leaves of
+        the output, `still` its other leaves."""
+        # `trained.ends` lacks the ends that the stage does not read; `given` has them.
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)

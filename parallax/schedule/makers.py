@@ -2,8 +2,8 @@
 stages runs in each tick (see `Schedule`).
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
-weight gradient. In formulas they are also the time of such a job, and the bubble is the idle time
-of a stage.
+weight gradient. In formulas, F, B, I and W are the times of one microbatch through all chunks of a
+stage, and the bubble is the idle time of a stage.
 
     >>> table = one_f_one_b_lockstep(stages=4, microbatches=16)
     >>> costs = dict(forward=1, backward=2)

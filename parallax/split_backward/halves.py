@@ -367,8 +367,11 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan in two: the first half computes the results `first`, and the second the other
-    `results`. A stacked result moves to the first half if that computes it anyway."""
+    """Returns a scan in two: the first half computes the results `first`, and the second half the
+    rest of `results`, both sets of indices. `late` are variables that only the second half has.
+
+    A stacked result moves to the first half if that computes it anyway.
+    """
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
     late_inside = {
         inside
