@@ -1,4 +1,4 @@
-"""Files that must survive a power failure, and safe reads from a folder that others may write to."""
+"""Files that must survive a power failure, and safe reads of files that others may write."""
 
 import errno
 import io

@@ -172,12 +172,14 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)
-    # A parameter that all stages have got a part of its gradient on each, which are summed over the
-    # stages. The gradients of the blocks are complete: each block is on one stage.
+    # If all stages have a parameter, each has a part of its gradient, and the parts are summed over
+    # the stages. The gradients of the blocks are complete: each block is on one stage.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
     )
+    # A varying loss is summed over the stages: the head's is 0 on all stages but the last, and each
+    # stage has its own terms.
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
     # They wait for the gradients: on a CPU all devices must run their all-reduces in one order.

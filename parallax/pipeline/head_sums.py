@@ -120,7 +120,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the value on each stage before the last one; nothing where it is unknown."""
+        """Returns the number's value on each stage before the last one; an empty list if it is
+        unknown."""
         if value.by_index is None:
             return []
         try:
@@ -135,8 +136,8 @@ class _Sums(jaxprs.FollowingAlong):
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`: of those cases that any stage before the
-        last one takes."""
+        """Returns the terms of `select_n(which, *cases)`: those of the cases that a stage before
+        the last one selects, by its number `which`."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }

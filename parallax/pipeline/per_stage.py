@@ -156,7 +156,7 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
     """Returns a stage's own job as a traced function; refuses one that communicates so that a stage
     cannot run it alone."""
-    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
+    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))  # for its types
     # The row is typed as varying: `_if_runs` adds a loop index to it that differs between stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
@@ -168,7 +168,8 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The name of the loop gives its number of iterations, for readers of the compiled
-    program. Each stage runs a job the same number of times, so the table's first column has them.
+    program. Each stage runs a job the same number of times, so the first column of `table`, which
+    has all ticks, gives it.
     """
     column, number = table.jobs[name], row.jobs[name]
     column = column.reshape(len(column), -1)[:, 0]
