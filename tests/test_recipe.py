@@ -17,10 +17,10 @@ CONFIG = gpt2.Config(layers=4, heads=2, width=16, context=8, vocabulary=30, voca
 BATCH = 16
 
 
-def trained(layout, grad_of=None):
+def trained(layout, **choices):
     """The losses and the weights after three steps, whole."""
     devices = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
-    compute = decoder.Compute(dtype=FLOAT64, max_norm=0.5, grad_of=grad_of)
+    compute = decoder.Compute(dtype=FLOAT64, max_norm=0.5, **choices)
     options = {"batch": BATCH, "key": jax.random.key(0), "compute": compute}
     with jax.numpy_dtype_promotion("standard"):
         made = decoder.train_step(
@@ -61,10 +61,26 @@ def test_a_copy_with_another_order_of_the_same_sums_trains_the_same(layout):
     names = dict(vars(recipe))
     names |= {"jnp": jnp}
     exec(text.replace(*change).replace(*double), names)
-    losses, weights = trained(layout, names["grad_of"])
+    losses, weights = trained(layout, grad_of=names["grad_of"])
     expected_losses, expected = trained(layout)
     np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
     assert_close(weights, expected, EXACT)
+
+
+@pytest.mark.sweep(30, "steps")
+@pytest.mark.parametrize("unroll", [2, 3, 100])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(stage=2, schedule="zero_bubble")], ids=str)
+def test_a_loop_of_several_layers_in_its_body_trains_the_same(layout, unroll):
+    """Also where the last trip has fewer layers, or all layers are one body."""
+    losses, weights = trained(layout, unroll=unroll)
+    expected_losses, expected = trained(layout)
+    np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
+    assert_close(weights, expected, EXACT)
+
+
+def test_a_loop_has_a_layer_or_more_in_its_body():
+    with pytest.raises(ValueError, match="Compute needs unroll of 1 layer or more; got 0"):
+        trained(Layout(), unroll=0)
 
 
 @pytest.mark.sweep(30, "steps")

@@ -449,6 +449,11 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             f"made, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it "
             "out: gradients are then reduced once, or by zero=3 where they are made."
         )
+    if compute.unroll is not None and compute.unroll < 1:
+        raise ValueError(
+            f"decoder: Compute needs unroll of 1 layer or more; got {compute.unroll}. Leave it "
+            "out, or give the number of layers for a program without a loop over them."
+        )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(
             "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over "

@@ -79,6 +79,9 @@ class Compute:
             `experts.exchanged(1.25)`; None: `experts.gathered`.
         remat: wraps each block, a function of `parallax.remat` or your own; None: the one that the
             layout's `remat` names.
+        unroll: the number of layers in the body of the loop over layers. On a GPU a long body is
+            faster, since the compiler fuses across layers and keeps less for the backward pass; it
+            takes longer to compile. None: 1, and under ZeRO-3 2, but not on TPUs.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the one that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -95,6 +98,7 @@ class Compute:
     axes: Mapping[str, AxisLike] = field(default_factory=dict)
     attention: Callable[..., Any] | None = None
     remat: Callable[..., Any] | None = None
+    unroll: int | None = None
     dtype: DTypeLike = jnp.float32
     schedule: Schedule | None = None
     max_norm: float | None = None
@@ -238,9 +242,7 @@ def functions_of(setup: Setup) -> Functions:
         comms=comms_of(setup),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
-        # With two layers in the loop's body, the gathers of one overlap the other. Not on TPUs:
-        # their compiler would then copy all values that are kept for the backward pass.
-        unroll=2 if layout.zero == 3 and setup.platform != "tpu" else 1,
+        unroll=unroll_of(layout, compute, setup.platform),
     )
     if compute.documents is not None:
         from parallax.models import documents
@@ -369,6 +371,15 @@ def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., A
         policy = remat.gathers if layout.zero == 3 else remat.none
     # On TPUs without the barrier of `jax.checkpoint`: the compiler would copy all kept values.
     return remat.in_a_loop(policy) if platform == "tpu" else policy
+
+
+def unroll_of(layout: Layout, compute: Compute, platform: str) -> int:
+    """Returns the number of layers in the body of the loop over layers."""
+    if compute.unroll is not None:
+        return compute.unroll
+    # With two layers in the loop's body, the gathers of one overlap the other. Not on TPUs: their
+    # compiler would then copy all values that are kept for the backward pass.
+    return 2 if layout.zero == 3 and platform != "tpu" else 1
 
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
