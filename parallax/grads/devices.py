@@ -116,8 +116,8 @@ def accumulated(
 
 
 def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
-    """Returns `batch` with each leaf's first dim, the sequences, as
-    `[microbatches, sequences in one]`, in order.
+    """Returns `batch` with the first dim of each leaf, the sequences, cut in order into
+    `[microbatches, sequences of one microbatch]`.
 
     Raises:
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`.

@@ -77,22 +77,22 @@ def checked(
         """Checks the optimizer on arguments of these types, and returns its update."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
-        # The types say along which axes an array differs, so the key has all that the answer
-        # depends on.
+        # The result of the check depends only on the mesh and on these types, which also say along
+        # which axes an array differs.
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
-        one = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
+        device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
         try:
             if key not in decided:
-                one.check()
+                device_update.check()
                 decided.add(key)
-            return one.update(*arguments)
+            return device_update.update(*arguments)
         except UnfitOptimizer:
             raise
         except (TypeError, ValueError) as error:
             # Optax knows nothing of shards. If shards or a missing gradient are the cause,
             # `explain` raises a better error; otherwise the error passes.
-            one.explain(params, error)
+            device_update.explain(params, error)
             raise
 
     return wrapped
@@ -168,7 +168,8 @@ class _Update:
         return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
 
     def check(self) -> None:
-        """Refuses an update that is not right on these shards."""
+        """Raises `UnfitOptimizer` if the update, traced on symbolic sizes, is not computed element
+        by element from each leaf."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
@@ -247,6 +248,7 @@ class _Update:
         # A single number, such as a step count, may be combined with all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
+        # The state of a split leaf must have the leaf's shape, so that it is split alike.
         if owner is not None and self.leaves[owner].split:
             if self.is_moment(x, owner):
                 return of_leaf(owner)
@@ -279,6 +281,7 @@ class _Update:
                     self.refuse(
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
+            # Such an update would be the same on all devices, and so is no shard of an update.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 

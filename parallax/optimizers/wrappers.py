@@ -242,6 +242,7 @@ class _Owners(NamedTuple):
             members, lead = _only(whole_weights, paths), len(layers)
             if self.apart:
                 _check_apart(one_layer, _first(members, lead), _first(old, lead))
+            # The leaves are whole along `axis`: only a split over another axis is checked.
             run = checked(
                 _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
             )

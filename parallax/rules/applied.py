@@ -301,7 +301,8 @@ def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
 
 
 def _nearest(text: str, choices: list[str]) -> str:
-    """Returns words that name the choice nearest to `text`, or nothing if there is no choice."""
+    """Returns words that name the choice with the spelling closest to `text`, or "" if there is no
+    choice."""
     return "".join(
         f" (the nearest is {choice})"
         for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)

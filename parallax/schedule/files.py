@@ -70,6 +70,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
+    # Tick 0 is on line 2, below the header.
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except CannotRun as error:

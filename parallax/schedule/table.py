@@ -131,7 +131,7 @@ class Schedule:
     placement: Placement | None = None
 
     def __post_init__(self):
-        """Freezes the tables, then checks them."""
+        """Replaces the tables by read-only copies, and checks them and the placement."""
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             _check_table(lane, table, np.shape(self.forward))
@@ -232,8 +232,8 @@ class Schedule:
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """Returns the idle time of a stage in `makespan`: `makespan` less its work, M(F + B) or
-        M(F + I + W)."""
+        """Returns the idle time of a stage: `makespan` minus the work of the stage, M(F + B) or
+        M(F + I + W), where F, B, I and W are the costs."""
         work = self.microbatches * self.chunks
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
@@ -258,17 +258,17 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the time of every job in one program on all devices, which exchange after each
-        tick.
+        """Returns the time of every job if one program runs on all devices, which exchange messages
+        after each tick.
 
-        The last job ends at `makespan`.
+        With `hop=0` the last job ends at `makespan`.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
         for tick in range(self.ticks):
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
-                # In lockstep all stages run a lane, and then the next one.
+                # In lockstep all stages run one lane after another; `stop` is the end of the last.
                 start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
                 for s, job in jobs:

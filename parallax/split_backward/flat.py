@@ -156,23 +156,25 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
-    counting: dict[int, frozenset[int]] = {}
+    needed_results: dict[int, frozenset[int]] = {}
     for place, eqn in reversed(list(enumerate(jaxpr.eqns))):
         results = frozenset(i for i, variable in enumerate(eqn.outvars) if variable in needed)
         if results or eqn.effects:
-            counting[place], operands = _reach(program, place, results)
+            needed_results[place], operands = _reach(program, place, results)
             needed |= set(variables_of([eqn.invars[i] for i in operands]))
-    return dict(sorted(counting.items())), needed
+    return dict(sorted(needed_results.items())), needed
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
     """Returns the results that an equation must compute for these of its results, and the indices
-    of the operands that they need. Only a scan must compute more: the carries behind a result."""
+    of the operands that they need. Only a scan must compute more: the carries that these results
+    depend on. The equation is that at `place`."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
+    # A carry that one trip needs is a result of the trip before, which may need more carries.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}

@@ -108,7 +108,7 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in this half."""
+        """Returns the variables that the step reads in this half, 0 or 1."""
         places: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             places = self.loop.reads(half)
@@ -219,7 +219,7 @@ class CutLoop(NamedTuple):
         """Runs the scan of the first half, and adds its results to `values`. Returns the arrays for
         the second half, [trips, ...] each."""
 
-        def one_trip(arguments, _):
+        def one_trip(arguments, nothing_handed):
             return self.trip.run_first(arguments, sorted(self.results[0]))
 
         return self._run(eqn, values, 0, one_trip, ())
@@ -243,30 +243,33 @@ class CutLoop(NamedTuple):
         """Runs the scan of one half, and adds its results to `values`.
 
         `one_trip(arguments, handed)` runs that half of a trip: it returns the results of the trip,
-        and arrays to stack. Returns these arrays, [trips, ...] each.
+        and arrays to stack. `handed` has the arrays for all trips, [trips, ...] each. Returns the
+        stacked arrays, [trips, ...] each.
         """
         # Sorted, so that carries come before stacked results.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars
-        carried = sum(i < loop.carries for i in results)
-        inits = [loop.consts + i for i in results[:carried]]
+        carry_count = sum(i < loop.carries for i in results)
+        inits = [loop.consts + i for i in results[:carry_count]]
         operands = {i: read([eqn.invars[i]], values)[0] for i in self.reads(half)}
         consts = {variables[i]: x for i, x in operands.items() if i < loop.consts}
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
             """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`."""
-            of_trip, handed = slices
+            sliced_values, handed = slices
             arguments = consts | dict(
-                zip((variables[i] for i in [*inits, *sliced]), [*carry, *of_trip], strict=True)
+                zip(
+                    (variables[i] for i in [*inits, *sliced]), [*carry, *sliced_values], strict=True
+                )
             )
-            made, handed_on = one_trip(arguments, handed)
-            return made[:carried], (made[carried:], handed_on)
+            trip_results, handed_on = one_trip(arguments, handed)
+            return trip_results[:carry_count], (trip_results[carry_count:], handed_on)
 
         # The trips keep the order of the original scan, so that sums round in the same way.
-        how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        order = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         slices = [operands[i] for i in sliced], list(handed)
-        carry, (stacked, handed_on) = lax.scan(trip, [operands[i] for i in inits], slices, **how)
+        carry, (stacked, handed_on) = lax.scan(trip, [operands[i] for i in inits], slices, **order)
         values.update(zip((eqn.outvars[i] for i in results), [*carry, *stacked], strict=True))
         return handed_on
 
@@ -290,12 +293,13 @@ def _cut(
         late: the arguments that only the second half is given; no result of `first` needs them.
     """
     jaxpr = program.jaxpr
-    needed_first, (counting, _) = live(program, first)[0], live(program, {*first, *second})
+    needed_first, (needed_results, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
     # Each equation that a result needs, with whether the first and the second half may run it.
     plan: list[tuple[Step, tuple[bool, bool]]] = []
-    for place, results in counting.items():
+    for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
+        # A barrier and a scan run in both halves, each with its part of the operands.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -354,6 +358,7 @@ def _may_run_in(
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
         return True, not reads & made and _is_cheap(eqn)
+    # Only the second half needs it: what is late or dear is computed there.
     if reads & late or not _is_cheap(eqn):
         return False, True
     if reads & made:
@@ -373,6 +378,7 @@ def _cut_loop(
     A stacked result moves to the first half if that computes it anyway.
     """
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
+    # The arguments of a trip that are constants or slices of late operands.
     late_inside = {
         inside
         for inside, atom in zip(variables, eqn.invars, strict=True)
