@@ -116,6 +116,7 @@ class Hardware:
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     """Returns the record of a GPU, from GB, teraflops per second, and GB per second."""
+    # Seconds per hop, per byte that is sent, and per received byte that is added.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB

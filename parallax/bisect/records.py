@@ -284,9 +284,10 @@ def _form(
         dims.append(tuple(axis for axis in axes if axis in sizes))
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
     placed = {axis for dim in dims for axis in dim} | _along_places(reports, names)
-    is_mean = BATCH in mark.terms
+    is_mean = BATCH in mark.terms  # terms of the loss, the mean over equal parts of the batch
     mean_axes = [axis for axis in means if axis in sizes]
     terms = {axis for axis in mark.terms if axis in sizes} | set(mean_axes if is_mean else ())
+    # For a cotangent, sums and copies change places.
     summed = set(mark.varying) - placed - terms if backward else terms
     joined = in_rows is None and (backward or is_mean)
     count = math.prod(sizes[name] for name in mean_axes) * microbatches

@@ -97,7 +97,8 @@ class Computations(NamedTuple):
         return value
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
-        """Returns the value of a `get-tuple-element` of the tuple `whole`."""
+        """Returns the value of a `get-tuple-element`: that element if the tuple `whole` is a loop's
+        state, or its operand if a `tuple` of the same computation made it; else None."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))

@@ -70,6 +70,7 @@ class Target(NamedTuple):
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
+        # The topology of GPUs has one process for each machine.
         machines = tuple(device.process_index for device in devices)
         return links.switch(self.hardware, len(devices))._replace(groups=machines)
 
@@ -216,13 +217,14 @@ def quiet() -> Iterator[None]:
 def gpu_text(chip: str) -> str:
     """Returns the description of a GPU for XLA's compiler: the fields of a
     `GpuTargetConfigProto`."""
-    major, minor, cores, units, near, near_optin, cache, clock, name = GPUS[chip]
+    # The other numbers are limits that these GPUs have in common.
+    major, minor, cores, units, shared, shared_of_block, cache, clock, name = GPUS[chip]
     hardware = CHIPS[chip]
     info: Mapping[str, Any] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": near,
+        "shared_memory_per_core": shared,
         "threads_per_core_limit": 2048,
         "core_count": cores,
         "fpus_per_core": units,
@@ -233,7 +235,7 @@ def gpu_text(chip: str) -> str:
         "l2_cache_size": cache,
         "clock_rate_ghz": clock,
         "device_memory_size": int(hardware.memory),
-        "shared_memory_per_block_optin": near_optin,
+        "shared_memory_per_block_optin": shared_of_block,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }

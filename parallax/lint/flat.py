@@ -91,6 +91,7 @@ class Flat:
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
+        """Opens a jaxpr; `scope` is the place of its operations in the program around it."""
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
@@ -149,7 +150,7 @@ class Flat:
         if name == COND:
             return self._conditional(eqn, inputs, scope)
         ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
-        if ours and eqn.params["name"] == remat.GATHERED:
+        if ours and eqn.params["name"] == remat.GATHERED:  # as `zero.gathered` names its gathers
             scope = scope._replace(on_purpose=True)
         sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)

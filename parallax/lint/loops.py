@@ -87,6 +87,7 @@ class Loop:
         the loop stacks, which need each trip's sum.
         """
         self.spoil(stacked)
+        # The new carry must be the old one plus parts, and not a function of another carry.
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])

@@ -158,8 +158,9 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the argument's shard whose elements a result has, given the one whose elements an
-        operand has; None if there is none.
+        """Returns the `shard` of a result, given that of an operand (`shard`): the argument whose
+        elements it has, and the axes that split its dims now. Returns None if it has no argument's
+        elements.
         """
         if shard is None or (node.sent and node.sent.kind != "gather"):
             return None
@@ -246,6 +247,7 @@ class ShardMap:
         if self._rows(program, axes) > 1:
             for reduced, scaling, value in updates.scalings(program, origins, axes):
                 along = known[reduced.value].differs & axes
+                # Inside a differentiated function, a norm belongs to the model.
                 if along and not reduced.node.is_within("jvp("):
                     facts = program.types[value], along, self.devices(along)
                     self.note(mistakes.clipped_before_the_sum, scaling, *facts)

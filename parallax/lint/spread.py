@@ -211,6 +211,7 @@ class _Operation:
         table, ids = inputs
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        # The dims of a row; one that is taken only in part has no facts.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
@@ -368,6 +369,7 @@ class _Operation:
         dims = [self._together((left[i], right[j])) for i, j in batch]
         dims += [dim for i, dim in enumerate(left) if i not in (*left_summed, *left_batch)]
         dims += [dim for j, dim in enumerate(right) if j not in (*right_summed, *right_batch)]
+        # A term times a factor that differs between the devices is no term of one sum any more.
         terms = {axis: term for axis, term in first.terms if axis not in second.differs}
         terms |= {axis: term for axis, term in second.terms if axis not in first.differs}
         if any(dim.rows for dim in dims):

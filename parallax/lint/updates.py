@@ -206,6 +206,7 @@ def scalings(
     Each is a triple: the reduction, which no collective over all of `axes` completes; the product
     or quotient; and the value that it scales.
     """
+    # Without split dims, only reductions to one number have axes.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):
@@ -219,13 +220,14 @@ def scalings(
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on a reduced number, with the axes that are still missing:
-    those of `axes` over which no collective between the number and the value sums.
+    """Returns the values that depend on the reduced numbers `start`, each with the axes that are
+    still missing: those of `axes` over which no collective on the way to the value sums.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
+        # Several ways may lead to a value; what one of them misses is missing.
         axes |= missing.get(value, frozenset())
         if not axes or missing.get(value) == axes:
             continue

@@ -107,12 +107,13 @@ class Reading:
         """Returns a result that each reader computes anew. It reads the buffers of its operands; a
         slice reads at most its own size of each."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
-        part = eqn.primitive.name in primitives.PARTS
+        is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
         near: set[Buffer] = set()
         for operand in operands:
             for base, size in operand.root.reads.items():
-                reads[base] = max(reads.get(base, 0), min(size, value.bytes) if part else size)
+                reads[base] = max(reads.get(base, 0), min(size, value.bytes) if is_slice else size)
+            # An elementwise operation; a view, such as a broadcast, may move elements.
             if eqn.primitive.name not in primitives.VIEWS and operand.bytes == value.bytes:
                 near |= operand.root.near
         value.reads, value.near = reads, frozenset(near)
@@ -281,7 +282,7 @@ class Reading:
         if name in primitives.COLLECTIVES:
             along = primitives.axes(eqn, self.sizes)
             for value in results if along else ():
-                if not value.bytes:  # half of one number: XLA drops the message
+                if not value.bytes:  # such as half of one number; XLA drops an empty message
                     continue
                 self.messages[
                     Message(primitives.COLLECTIVES[name], along, value.bytes, self.line(eqn))
@@ -415,6 +416,8 @@ class Reading:
             results = self.run(body, arguments, used, readers)
             stacked = zip(results[carries:], eqn.outvars[carries:], strict=True)
             return results[:carries] + [self._reshaped(*pair) for pair in stacked]
+        # The results of the body that are needed outside or by the next trip, and the operands of
+        # the body that these need.
         counts = self.needed.of_scan(eqn, used)
         wanted = self.needed(body, counts)[0]
         sliced = [

@@ -62,7 +62,7 @@ def jobs(layout: Layout) -> Jobs:
             *(M * v, M * v, M, table.ticks, M * v),
             slots=table.slot_count,
             deferred=table.deferred_count,
-            arrivals=table.arrival_count + 1,
+            arrivals=table.arrival_count + 1,  # one for ticks in which nothing arrives
             hops=hops,
             embeds=M,
             leaves=M,

@@ -110,7 +110,8 @@ class Nested(NamedTuple):
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-                # The last group may have fewer devices than the others.
+                # The bytes that leave each group of the level below, over its shared links. A
+                # single device has only its own. The last group may have fewer devices.
                 starts = np.arange(0, self.devices, inside)
                 out = np.add.reduceat(ports + leaving, starts).max() if inside > 1 else 0.0
                 busy = max(busy, level.link.beta * level.shared * out / inside)

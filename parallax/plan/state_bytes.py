@@ -68,7 +68,8 @@ def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
 @functools.lru_cache(maxsize=4096)
 def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
     """Returns the model's arrays on a device, where `data` counts the replicas that split them."""
-    # Only the rules matter here: any stage of ZeRO splits a leaf in the same dim.
+    # Only the rules matter here. Any stage of ZeRO splits a leaf in the same dim, and a pipeline
+    # needs a multiple of its stages as microbatches.
     layout = Layout(
         data=data,
         stage=stage,

@@ -7,9 +7,10 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` has the calls of each part in a step (`Sizes`), `again` the operations that the
-backward pass runs again (`Recomputed`), `stream` the bytes of the residual stream on a device, and
-`compute` and `wide` the bytes of a number that the model computes, and of one that it sums.
+In `_Step`, `size` has the calls of each part in a step (`Sizes`; `leaves` are transposes of the
+embedding), and `again` the operations that the backward pass runs again (`Recomputed`). `stream` is
+the bytes of the residual stream on a device. `compute` and `wide` are the bytes of a number that
+the model computes, and of one that it sums.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter sends half of
 that, and so does an all-gather to S bytes.
@@ -416,8 +417,8 @@ class _Step:
             for group in self.groups(axes_of(self.shards))
         )
         zeros = 0 if by_lax else 1
-        # The embedding's and the head's lanes make the gradients of GPT-2's tied `wte`; one of them
-        # makes those of the others.
+        # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
+        # leaves belongs to one of them, and the other scatters zeros.
         scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,
