@@ -188,10 +188,11 @@ class Reading:
         return [result] * len(node.outputs)
 
     def _read_kernels(self, node: Node, inputs: list[Value]) -> None:
-        """Follows the jaxprs inside an operation, such as a reducer or a kernel. Which operand
-        gives which argument is not known, so all arguments get the facts of all operands.
+        """Follows the jaxprs inside an operation, such as a reducer or a kernel, to note mistakes.
+        It is not known which operand gives which argument, so all arguments get the facts of all
+        operands.
         """
-        outside, self.map = self.map, None
+        outside, self.map = self.map, None  # dims and shards are not followed inside
         for jaxpr in jaxprs.inner(node.eqn):
             program = self.flat(jaxpr, node)
             self.follow(program, [joined(inputs)] * len(program.arguments))

@@ -57,6 +57,8 @@ def recomputed(layout: Layout) -> Recomputed:
         scores, passes = 0.5, 0.5
     else:  # with ZeRO-3 also for remat `attention`, which then keeps attention's arrays
         scores, passes = 0.0, 0.0
+    # A layer gathers before attention and before the feed-forward, and sums after each of them. No
+    # gradient needs the result of its second sum.
     return Recomputed(
         keeps=keeps,
         keeps_gathered=not gathers_again,

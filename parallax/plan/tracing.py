@@ -121,8 +121,8 @@ def trace(
         for var, value, needed in zip(jaxpr.invars, arguments, is_read, strict=True)
         if needed
     ]
-    own = {var: buffer for var, buffer in kept if buffer is not None}
-    pairs, left = _placed(results, [buffer for var, buffer in own.items() if var in donated])
+    buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
+    pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
     # Copies of donated arguments live from here until all results are written.
     copied = compiler_copies.first(
         [(under, set(value.root.reads)) for value, under in pairs], habits
@@ -130,7 +130,8 @@ def trace(
     reading.emit(Operation((), copied))
     buffers = [reading.hold(value) for value in results]
     reading.emit(Operation(copied))
-    given = set(own.values())
+    # A result that is an argument itself has no buffer of its own.
+    given = set(buffer_of.values())
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
         buffer.fixed = True
@@ -142,8 +143,8 @@ def trace(
         read=reading.read,
         written=reading.written,
         messages=dict(reading.messages),
-        arguments=sum(buffer.bytes for buffer in own.values()),
-        donated=sum(buffer.bytes for var, buffer in own.items() if var in donated),
+        arguments=sum(buffer.bytes for buffer in buffer_of.values()),
+        donated=sum(buffer.bytes for var, buffer in buffer_of.items() if var in donated),
         results=sum(value.bytes for value in left),
         temporaries=peak.bytes,
         at_peak=_told(peak.held),

@@ -194,6 +194,8 @@ class _Step:
     """The terms of one step, one method for each cause."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
+        """Takes the arguments of `terms`. `axes` become all axes with their algorithms; `shards`
+        are those over which ZeRO splits, and `parts` the parts of the residual stream's tokens."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -366,7 +368,9 @@ class _Step:
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            # ZeRO-3 gathers parameters in the type of the computation, the others updated ones.
+            # Each step scatters a leaf's gradients once, and gathers its updated shares once. The
+            # cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each microbatch, and
+            # ZeRO-3 gathers parameters in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters, gathers, part = (
                 self._scatters(leaf) if self.shares_sums(leaf) else 1,
