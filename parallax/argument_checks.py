@@ -98,6 +98,6 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
 def _known(array: Any) -> bool:
     """Returns whether the values can be read here.
 
-    The values of a program that is being traced, and those on other processes, cannot.
+    Values of a program that is being traced, and values on other processes, cannot be read.
     """
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -86,7 +86,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     """Returns the only jaxpr of an equation, if it takes and returns as many values; else None.
 
     The equations of `jit` and `checkpoint` have such a jaxpr. Only the numbers are compared, so the
-    body of a `scan` passes too: a caller that must not take it as a call asks for the name first.
+    body of a `scan` passes too. Callers that must exclude it test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (

@@ -58,7 +58,7 @@ def maker(eqn: JaxprEqn) -> str:
 
 
 def is_of_optax(file_name: str) -> bool:
-    """Returns whether a file is one of optax."""
+    """Returns whether a file belongs to optax."""
     return file_name.startswith(_LIBRARIES[2])
 
 

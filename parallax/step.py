@@ -92,8 +92,9 @@ def make(
     """Returns the train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`,
     and on one device without it.
 
-    A step that would make the loss, the gradient norm, or a finite number of the model or of the
-    optimizer's state infinite or NaN changes nothing but the step's number, and its `Info` says so.
+    A step is skipped if the loss or the gradient norm is infinite or NaN, or if the update would
+    make a finite number of the model or of the optimizer's state so. A skipped step changes only
+    the number of the step (and the loss scale), and its `Info` says so.
     `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
     (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
@@ -261,8 +262,8 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    """Refuses a leaf `new` whose shape, dtype or varying axes are not those of the leaf `old`, or,
-    for a leaf that is not an array, whose value is not the same."""
+    """Refuses a leaf `new` whose shape, dtype or varying axes are not those of the leaf `old`. A
+    leaf that is not an array must be equal."""
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
     ):

@@ -260,8 +260,9 @@ def _lowered(
 def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tuple[()]:
     """Adds a report of `x` to the recorder.
 
-    `others` are the operands of `tap_p` after `x`: the device's index along each axis, then the
-    numbers of the microbatch and the layer, then the positions for each dim in `mark.placed`.
+    `others` are the operands of `tap_p` after `x`. First comes the device's index along each axis,
+    then the numbers of the microbatch and the layer, then the positions for each dim in
+    `mark.placed`.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]

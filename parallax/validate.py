@@ -233,8 +233,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for the first size that is not a whole number above 0, or for a machine whose
-    devices do not divide by its processes."""
+    """Yields a fault for the first size that is not a whole number above 0. Otherwise yields one if
+    the machine's devices do not divide by its processes."""
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
@@ -420,8 +420,8 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault if the product of the axes is not the number of devices of the machine, and if
-    the number of processes is not that of the run."""
+    """Yields a fault if the product of the axes is not the machine's number of devices. Yields
+    another if the layout's number of processes is not that of the run."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
         names = [name for name in AXES if name in ALWAYS or fields[name] > 1]

@@ -14,8 +14,8 @@ microbatch (again in the backward pass) and scatters once.
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, gives the dim of each leaf that is split:
 its entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and is
 all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
-the axes that its spec names, and summed over the others, except those that split the parameter
-itself (experts); a mean divides by the size of all axes.
+the axes that its spec names, and summed over the others. It is not summed over axes that split the
+parameter itself (experts). A mean divides by the size of all axes.
 
 `ZeRO` makes these functions, which must agree, from a stage, an axis and the model's rule.
 
@@ -202,7 +202,7 @@ def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
     """Returns this device's share of the mean of a gradient, which differs between devices along
-    the axes `local`. `splits` are those of the share."""
+    the axes `local`. `splits` are the splits of the leaf into shares."""
     # Only along the axes in `local` do the devices have different terms to sum. Along the others
     # the gradient is the same, and a share is cut from it.
     scattered = [split for split in splits if shards.names_of([split]) <= local]

@@ -18,10 +18,10 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """What the gradient functions around the code that is being traced did to the parameters.
+    """The effect of enclosing gradient functions on the parameters of the code that is traced.
 
     Attributes:
-        declared: the axes along which they declared all parameters varying.
+        declared: the axes along which these functions declared all parameters varying.
         shares: the axes, of those, along which some parameters were shares before.
     """
 

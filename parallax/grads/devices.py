@@ -460,8 +460,8 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses one of the `shares` along the axis `name` as if it were whole,
-        or, with `may_be_reduced`, a loss that is already reduced over this axis.
+        """Refuses a loss that uses one of the `shares` along the axis `name` as if it were whole.
+        With `may_be_reduced`, also refuses a loss that is already reduced over this axis.
 
         A loss that depends on nothing that varies along the axis, such as a constant, was not
         reduced over it.
@@ -520,10 +520,10 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
     `A {U_X} -> A`.
 
-    If it wraps a block that a loop runs, the gradients of each layer are all-reduced in the loop of
-    the backward pass, and the messages can overlap with the work of the next iteration. It moves
-    the same bytes as `averaged`, but leaf by leaf and in every microbatch: do not wrap a gradient
-    function that uses it in `accumulated`. Pass the parameters that it sums to `averaged`:
+    If it wraps a block that a loop runs, the loop of the backward pass all-reduces the gradients of
+    each layer. The messages can overlap with the work of the next iteration. It moves the same
+    bytes as `averaged`, but leaf by leaf and in every microbatch: do not wrap a gradient function
+    that uses it in `accumulated`. Pass the parameters that it sums to `averaged`:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)

@@ -80,8 +80,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     """Returns the Euclidean norm of a whole tree whose leaves may be shards; it is the same on all
     devices.
 
-    A leaf that varies along some axes is a shard over them, and its sum of squares is all-reduced
-    over exactly those axes: one scalar for each set of axes in use. Squares are summed in float32
+    A leaf that varies along some axes is a shard over them. Its sum of squares is all-reduced over
+    exactly those axes, as one scalar for each set of axes. Squares are summed in float32
     or wider. `axes` gives the algorithms along its axes; along any other axis `jax.lax` moves the
     data.
 

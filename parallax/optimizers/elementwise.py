@@ -4,9 +4,9 @@ update.
 `checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
 have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
 or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size, such as a rate scaled by a dim, or a choice by a leaf's size whose limit
-lies between the sizes of a shard and of the whole leaf. The allowed operations are a list, since a
-list of forbidden ones could miss some.
+that depends on the size. Examples are a rate scaled by a dim, and a choice by a size that lies
+between those of a shard and of the whole leaf. The allowed operations are a list, since a list of
+forbidden ones could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. Its owner's number goes with each array of
 the optimizer's state; a moment is a state array of the shape of its leaf's gradient. A share is a

@@ -254,8 +254,8 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns those of the splits along which `x` is a share: the splits of `weight`, or all of
-    them for a gradient of ZeRO-1, whose `weight` is whole."""
+    """Returns the splits along which `x` is a share. These are the splits of `weight`, or all
+    splits for a gradient of ZeRO-1, whose `weight` is whole."""
     # Another shape than the weight's: a gradient that was scattered.
     if x.shape != weight.shape:
         return splits

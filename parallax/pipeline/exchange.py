@@ -39,9 +39,9 @@ def split_over(axis: AxisLike) -> Exchange:
     receiver gathers over `axis`.
 
     Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each
-    array is cut along the largest of its dims that t divides. An array without such a dim goes
-    whole, and so does one that already differs along the axis, as with sequence parallelism, where
-    each device has its own tokens.
+    array is cut along the largest of its dims that t divides. An array without such a dim is sent
+    whole. So is an array that already differs along the axis: with sequence parallelism each device
+    has its own tokens.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
     2104.04473), section 4.1.

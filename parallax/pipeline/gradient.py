@@ -1,9 +1,9 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
 Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all
-devices, and a collective never stands under a predicate that differs between devices, where it
-would hang. The values that a microbatch's backward pass needs wait in slots. Their number is the
-most microbatches that the schedule holds at once, and does not grow with M.
+devices. No collective stands under a predicate that differs between the devices that it joins,
+since it would hang. The values that a microbatch's backward pass needs wait in slots. Their number
+is the most microbatches that the schedule holds at once, and does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
 
@@ -68,8 +68,8 @@ def value_and_grad(  # noqa: PLR0913
     wherever it is read.
 
     Each tick sends one activation to the next stage and one cotangent to the one before, by one
-    `ppermute` per array. The time is that of `schedule.makespan`. A device holds
-    `schedule.slot_count` times what `save` saves of a chunk.
+    `ppermute` per array. The time is that of `schedule.makespan`. A device has
+    `schedule.slot_count` slots for the arrays that `save` saves of one chunk.
 
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Those of

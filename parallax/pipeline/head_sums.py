@@ -1,9 +1,9 @@
-"""Finds a head that sums over the stages what the stages before the last one computed of their `x`.
+"""Detects a head that sums over the stages a value that early stages computed from their own `x`.
 
-The head runs on every stage, and only the last stage has the model's output. A sum over stages is
-right if the terms of all other stages are zero, by a factor or a choice that depends on the stage's
-index. Such factors depend on no argument of the program, so their values are computed here for
-every stage. An *early* stage is one before the last.
+An *early* stage is any stage before the last. The head runs on every stage, but only the last stage
+has the model's output. A sum over stages is right if the terms of early stages are zero, by a
+factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
+program, so its values are computed here for every stage.
 """
 
 import functools
@@ -47,8 +47,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
     """Returns whether a sum over `axis` has a term from `x` of a device before the last one; `of_x`
     says which arguments are `x`.
 
-    A factor or a choice by the device's index counts as right if its numbers are unknown, because
-    it has more than `SMALL` elements or changes in each iteration of a loop.
+    A factor or a choice by the device's index counts as right if its numbers are unknown. This is
+    so if it has more than `SMALL` elements, or changes in each iteration of a loop.
     """
     sums = _Sums(axis)
     sums.run(program, list(map(Terms, of_x)))
@@ -56,8 +56,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Follows `x` through a program to sums over the devices of an axis; `added` says whether any
-    of these has a term from a device before the last one."""
+    """Follows `x` through a program to sums over the devices of an axis. `added` says whether a sum
+    has a term from a device before the last one."""
 
     unknown = Terms()
 
@@ -111,8 +111,8 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation whose operands depend on no argument; its number is
-        computed only if all of theirs are known and it is small."""
+        """Returns the terms of an equation whose operands depend on no argument. Its number is
+        computed only if it is small and the numbers of all operands are known."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None

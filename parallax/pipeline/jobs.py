@@ -128,8 +128,8 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers, on `entered` at the first place of the model, else on
-        `arrived`; returns the output, and the carry with what it saved."""
+        """Runs F, one chunk of layers: on `entered` at the first place of the model, else on
+        `arrived`. Returns the output, and the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
         # The place decides, not the stage: with chunks, stage 0 also has later places of the model.

@@ -182,8 +182,8 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
-    """Returns blocks whose place k, in their order of [v, P] places, is place `order[k]` of the
-    given ones."""
+    """Returns the blocks with the places of their dims [v, P] reordered: place k of the result is
+    place `order[k]` of `blocks`."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
@@ -203,8 +203,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns, of the values in `Aux.stages`, those of this stage's chunks: `[vP, ...] -> [v, ...]`
-    each.
+    """Returns the values in `Aux.stages` of the chunks of this stage: `[vP, ...] -> [v, ...]` each.
 
     It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. With an
     axis of `()` and a placement of one stage it returns all values, as for `unpipelined`.

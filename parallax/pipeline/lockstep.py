@@ -95,9 +95,8 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model that of the head,
-    else the one that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x.
-    """
+    """Returns the cotangent that B begins with: at the last place of the model, the head's; else
+    the one that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x."""
     # The row's last column is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -175,8 +174,8 @@ def _tick(
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """Returns the stretches of a table in order: the lanes that run on at least one stage, the head
-    among them, and the number of successive ticks in which they do."""
+    """Returns the stretches of a table in order. A stretch is the lanes that run on at least one
+    stage, the head included, and the number of successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. With chunks the head runs in fewer ticks
     # than F, since only the last chunk's output is the model's.
     runs = {

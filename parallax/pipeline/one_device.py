@@ -48,8 +48,9 @@ def unpipelined(
 
     With a schedule's `placed` as `placement`, [v, P], it runs the places of the model in order, as
     the pipeline does. Each place then has its own layers, `position` and auxiliary values, which
-    are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk, in the order
-    in which the blocks are stored: this is the model's order only if the placement is looped.
+    are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk. The layers
+    then run in the order in which they are stored, which is the model's only if the schedule's
+    placement is looped.
     """
 
     def loss(params, batch):
@@ -110,8 +111,8 @@ def _loss(
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values: all of them if stages
-    have some, else only those of the head."""
+    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. `aux` gets all of them
+    if stages have some, else only those of the head."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

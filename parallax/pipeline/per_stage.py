@@ -2,9 +2,9 @@
 without a conditional.
 
 A job is a loop of one iteration, or of none. All devices run the embedding and the head together,
-since these may communicate over the stages: the embedding before the jobs and the head after them,
-in the same ticks on all stages. They exchange messages in every tick. A message waits in a slot
-until the job that needs it.
+since these may communicate over the stages. In a tick the embedding runs before the jobs, and the
+head after them. Messages are exchanged in every tick, and wait in slots until the jobs that need
+them.
 
 A part is a step of a tick: embed, the three kinds of job, exchange, head, embed_backward.
 """
@@ -137,8 +137,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Adds the gradients of the parameters that the embedding reads: the first stage has just run I
-    of the first place, and its message is the cotangent of the embedding's output."""
+    """Adds the gradients of the parameters that the embedding reads. In this tick the first stage
+    ran I of the first place, so its message is the cotangent of the embedding's output."""
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -228,7 +228,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     """Yields the collectives of more than one device in a jaxpr, each with the line of the user's
-    code; `line` is that of the enclosing collective, or ""."""
+    code. `line` is the line of the enclosing collective, or ""."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # The library's own collectives are one equation, whose algorithm is traced here: a ring

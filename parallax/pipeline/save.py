@@ -8,8 +8,8 @@ so no slot needs to hold it.
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
 
-`saved` is a list of arrays that waits in a slot; `transposed` takes out's cotangent and returns
-those of `trained` and of `x`.
+`saved` is a list of arrays that waits in a slot. `transposed` takes the cotangent of `out` and
+returns the cotangents of `trained` and of `x`.
 """
 
 from collections.abc import Callable

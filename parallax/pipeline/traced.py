@@ -75,7 +75,7 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` typed as varying over enough axes that `f(x)` varies over no other."""
+    """Returns `x` typed as varying over all axes over which `f(x)` then varies."""
     # Each round adds at least one varying axis to an array, and the mesh has few, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
@@ -124,7 +124,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, and the values that it was cast or gathered from, one from the other."""
+    """Yields a parameter, then the value that it was cast or gathered from, and so on."""
     yield leaf
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
@@ -132,8 +132,8 @@ def _casts(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """Returns the id of the parameter in `sources` that a traced value is or was computed from, as
-    far as JAX remembers its operands; None if there is none."""
+    """Returns the id of a parameter in `sources` that a traced value is, or was computed from.
+    Returns None if there is none, as far as JAX remembers the operands."""
     seen, waiting = set(), [value]
     while waiting:
         # The result of a tracer keeps it alive, so no other object can have its id.

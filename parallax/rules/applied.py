@@ -1,4 +1,4 @@
-"""Applies a rule to every leaf of a tree: the leaf's spec, the reason, and what is wrong with it.
+"""Applies a rule to every leaf of a tree: finds the spec, the reason for it, and the errors in it.
 
 A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
 another model. The *placement* of a leaf is its spec and the rules that gave it; its *wrappers* are

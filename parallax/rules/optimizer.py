@@ -84,8 +84,8 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state: `spec_of_leaf` gives that of a parameter by
-        its name, and `spec_without_leaf` is for an array that belongs to none."""
+        """Returns the spec of one array of the state. `spec_of_leaf` gives the spec of a parameter
+        by its name, and `spec_without_leaf` is for an array that belongs to none."""
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:

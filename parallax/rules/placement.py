@@ -211,8 +211,9 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the one that the rule gave, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, if it does not divide the dim, if another dim has it,
-    or if it is reserved: for the batch, or for an `fsdp` around the rule, which adds it itself.
+    An axis does not fit if the mesh lacks it, if it does not divide the dim, or if another dim has
+    it. Two kinds of axes are reserved: those of the batch, and those that an `fsdp` around the rule
+    adds itself.
     """
     # The axes that no further dim may have.
     used = {

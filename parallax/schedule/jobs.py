@@ -27,8 +27,8 @@ class Job(NamedTuple):
 def needs(job: Job, last: int) -> Iterator[Job]:
     """Yields the jobs whose results a job needs; `last` is the last place of the model.
 
-    F needs F of the place before, B needs B of the place after, or F at the last place, and W needs
-    B of its own place.
+    F needs F of the place before. B needs B of the place after, or F at the last place. W needs B
+    of its own place.
     """
     lane, m, place = job
     if lane == "forward" and place > 0:

@@ -47,8 +47,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Returns a schedule in which each stage runs I as soon as it can, else F while it holds fewer
-    than `in_flight` microbatches, by default P, else W.
+    """Returns a schedule in which each stage runs I as soon as it can. Otherwise it runs F while it
+    holds fewer than `in_flight` microbatches, by default P, and else W.
 
     With v chunks, a stage may hold `in_flight` * v of them.
 
@@ -66,8 +66,8 @@ def zero_bubble(
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
-    """Returns a schedule in which, in each tick, a stage runs a job that is ready: an I, else an F
-    while it holds fewer than `max_chunks` chunks, else a W.
+    """Returns a schedule in which a stage runs in each tick a job that is ready: an I; else an F if
+    it holds fewer than `max_chunks` chunks; else a W.
 
     Of several jobs of a lane, the one of the earliest microbatch runs first; of one microbatch, the
     one at the latest place.

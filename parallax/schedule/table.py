@@ -108,10 +108,10 @@ class CannotRun(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """A pipeline schedule: each job once, in a tick after what it needs.
+    """A pipeline schedule: every job occurs once, in a tick after the jobs that it needs.
 
-    The tables are whole numbers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 where the
-    stage is idle. They are copied and cannot be written to.
+    The tables are integers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 for an idle
+    stage. They are copied and read-only.
 
     Args:
         forward: the forward jobs.
@@ -186,7 +186,7 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether each stage has a job of its own in each tick; else all stages run in lockstep.
+        """Whether each stage has a job of its own in each tick. If not, all run in lockstep.
 
         It is true if W is separate and no stage has two jobs in one tick.
         """
@@ -223,9 +223,9 @@ class Schedule:
     ) -> float:
         """Returns the time of all ticks, each with an exchange, of time `hop`, at its end.
 
-        In lockstep a lane takes its time in a tick if any stage runs a job in it; per stage, a tick
-        takes the time of its most expensive job. Costs are of one microbatch through a whole stage
-        (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
+        In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
+        a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
+        stage (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
         gradient, and 2 if it is both gradients, so that schedules of the same work compare.
         """
         costs = self._costs(forward, backward, weight)
@@ -321,8 +321,8 @@ class Schedule:
 
     @cached_property
     def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slot of each job's residuals, or -1: the forward lane writes it, the others
-        read it.
+        """By lane, the slot of each job's residuals, or -1. The forward lane writes a slot, and the
+        other lanes read it.
 
         Two jobs in use at one time never share a slot, and no assignment needs fewer slots: each
         job gets the lowest free one when it starts. A slot freed in tick t is written again in tick
@@ -524,8 +524,8 @@ def _check(schedule: Schedule) -> None:
 
 
 def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the sentence for a job of `lane` that runs too early, or in lockstep too late, after
-    the job that it needs, which is of the lane `cause` and in this tick."""
+    """Returns the sentence for a job of `lane` that runs too early, or in lockstep too late. The
+    job that it needs is of the lane `cause` and runs in this tick."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "

@@ -1,17 +1,17 @@
 """A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
 of the weights.
 
-W computes a value that only W needs if the value is a matmul or depends on one of W, or if I would
-otherwise hand more bytes to W. All other values are computed in I, such as the sums over tokens
-that are a bias' gradient. W repeats a cheap operation that needs nothing computed in I; no matmul
-is computed twice. A scan becomes two scans: in each trip the first scan stacks the values that the
-second one reads.
+A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
+computed in W if I would otherwise hand more bytes to W. All other values are computed in I, such as
+the sums over tokens that are the gradient of a bias. W repeats a cheap operation that needs nothing
+computed in I; no matmul is computed twice. A scan becomes two scans: in each trip the first scan
+stacks the values that the second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W; `handed` arrays go from I to W;
 `made` variables exist only in I, `late` ones only in W; a trip is one iteration of a scan.
 
-Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W; that they can
-be cut out of any traced program, as dead code is, is ours.
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
+traced program, by dead-code elimination, is ours.
 """
 
 from collections.abc import Callable, Collection, Sequence
