@@ -101,8 +101,9 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
-        # NumPy's numbers become Python's: otherwise JSON could not write them, and equal layouts
-        # could have different hashes. The class is frozen, so this is the way to set a field.
+        """Checks the fields, with NumPy's numbers as Python's."""
+        # JSON could not write NumPy's numbers, and equal layouts could have different hashes. The
+        # class is frozen, so this is the way to set a field.
         for name, value in _as_python(vars(self)).items():
             object.__setattr__(self, name, value)
         self._refuse({})

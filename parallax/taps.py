@@ -262,7 +262,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
     `others` are the operands of `tap_p` after `x`. First comes the device's index along each axis,
     then the numbers of the microbatch and the layer, then the positions for each dim in
-    `mark.placed`.
+    `mark.placed`. The result is empty, as a callback without results must return it.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]

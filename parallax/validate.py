@@ -216,7 +216,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each field whose type or value is wrong."""
+    """Yields a fault for each field whose type or value is wrong; its cure is the nearest value."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.

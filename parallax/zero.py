@@ -417,6 +417,7 @@ class ZeRO:
     specs: Specs = field(init=False)
 
     def __post_init__(self):
+        """Checks the stage and the axis, and makes the rule and the specs of the shares."""
         names = axes_of(Axis.of(self.axis))
         if self.stage not in (1, 2, 3):
             raise ValueError(

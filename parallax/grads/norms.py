@@ -109,7 +109,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over these axes, each with its algorithm."""
+        """Returns a sum of squares all-reduced over these axes, each with its algorithm in `axes`,
+        by default that of `jax.lax`."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(

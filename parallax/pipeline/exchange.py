@@ -38,10 +38,11 @@ def split_over(axis: AxisLike) -> Exchange:
     """Sends 1/t of the activation from each of the t devices of `axis`, which all have it; the
     receiver gathers over `axis`.
 
-    Between stages on different machines 1/t of the bytes travel, and (t - 1)/t inside each. Each
-    array is cut along the largest of its dims that t divides. An array without such a dim is sent
-    whole. So is an array that already differs along the axis: with sequence parallelism each device
-    has its own tokens.
+    If each stage is on a machine of its own, 1/t of the bytes of plain sends go between machines.
+    The gather moves (t - 1)/t of an array to each device, inside a machine. Each array is cut along
+    the largest of its dims that t divides. An array without such a dim is sent whole. So is an
+    array that already differs along the axis: with sequence parallelism each device has its own
+    tokens.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
     2104.04473), section 4.1.

@@ -194,7 +194,7 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
                 f"{place} where place {expected} comes next. Number the places without a gap, each "
                 "on one stage."
             )
-    return np.array(places).T
+    return np.array(places).T  # from [stages, chunks]
 
 
 def _short(cells: list[str]) -> str:

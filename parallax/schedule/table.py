@@ -474,6 +474,8 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
             f"The tables must have one shape, got forward {shape} and {lane} {table.shape} "
             "(ticks x stages). Pad the shorter one with rows of -1."
         )
+    # The last place runs each job of its chunk in a tick of its own, so numbers are below the
+    # ticks.
     if table.min() < -1 or table.max() >= len(table):
         tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
         problem = (
@@ -512,6 +514,7 @@ def _check(schedule: Schedule) -> None:
         # The ticks from a job to the one that needs it, [M, places].
         waits = when[lane][:, targets] - when[cause][:, sources]
         # In lockstep no message waits in a slot, so the next stage must use it in the next tick.
+        # A job of another lane at the same place may use the result in the same tick.
         of_message = waits < 1 if per_stage else waits != 1
         wrong = of_message if lane == cause else waits < 0
         for m, k in np.argwhere(wrong).tolist()[:1]:
@@ -550,11 +553,13 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
+    # The cells with a job, row by row; then their ticks, stages, microbatches and chunks.
     runs = np.flatnonzero(jobs >= 0).astype(np.int32)
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
-    # There are fewer ticks in `when` than jobs if one job overwrote another above: find it.
+    # If `when` has fewer ticks than there are jobs, a job runs twice. `first[job]` is the index of
+    # the first run of each run's job.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
