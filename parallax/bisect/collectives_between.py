@@ -1,8 +1,8 @@
 """Finds the collectives between a wrong value and the taps before it in a traced program.
 
-A *tap* is an equation that reports a value: its `mark` has its path, its name in the model, and its
-`way` says whether the value belongs to the forward or the backward pass. The search goes backward
-through the equations from one value to the nearest taps.
+A *tap* is an equation that reports a value. Its `mark` has its path, which names the value in the
+model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
+backward through the equations from one value to the nearest taps.
 """
 
 import itertools
@@ -271,8 +271,8 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Returns in words the line that called a collective, such as a line of `tensor.reduce_from`,
-    and the line of the model that led to this call.
+    """Returns, as text, the line that called a collective, and the line of the model that led to
+    this call. The first may be a line of the package, as of `tensor.reduce_from`.
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]

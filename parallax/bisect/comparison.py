@@ -1,8 +1,8 @@
 """Compares two runs, value by value in program order.
 
-A `Record` has the values of a run by `Key`: the path of the value's tap, its layer, and its `way`:
-an argument, the forward pass, the backward pass or a result. `copies` are mesh axes along which
-devices have different copies of one value.
+A `Record` has the values of a run. The `Key` of a value has the path of its tap, its layer, and its
+`way`: argument, forward pass, backward pass or result. `copies` are mesh axes along which devices
+have different copies of one value.
 """
 
 from collections.abc import Callable, Mapping

@@ -71,8 +71,8 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the shorter type to which the numbers seem to be rounded: its rounding
-    error is the largest relative error, up to a factor of 16."""
+    """Returns a text with the shorter type to which the numbers seem to be rounded. Its rounding
+    error is near the largest relative error, within a factor of 16."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)
     # If all errors are about equal, the wrong value is a multiple of the right one.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
@@ -137,7 +137,7 @@ def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
 
 def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box that has all wrong numbers, if it is smaller than the
-    value; "missing" if all numbers in it are 0."""
+    value. The box is "missing" if all numbers in it are 0."""
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""

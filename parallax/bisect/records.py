@@ -6,8 +6,8 @@ copies of a value that is typed as varying, each has a term of the cotangent. If
 a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the batch, so the
 cotangents of one part are multiplied by 1 / parts.
 
-A `Report` has a device's block, its `mark` (the facts of the tap), the device's places along the
-mesh axes, the microbatch (-1: no job) and the layer (-1: none).
+A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the place of the
+device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none).
 """
 
 import dataclasses
@@ -296,7 +296,7 @@ def _form(
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
-    """Returns one value, assembled from all devices and microbatches: terms are added up, blocks
+    """Returns one value, assembled from all devices and microbatches. Terms are added up, blocks
     are put in their places, and copies are compared with the first of them."""
     copy_axes = [name for name in form.names if name not in form.placed | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.

@@ -112,10 +112,10 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a mapping from an axis (a name, or a tuple of names) to the bytes of all results
-            along it, or to a `Cost`, whose `sent`, `messages` and `chain` are compared; or a list
-            of entries. A shorter chain than that of several arrays in a row is no difference,
-            since the arrays may travel side by side.
+        predicted: a list of entries, or a mapping from an axis (a name, or a tuple of names). The
+            mapping gives the bytes of all results along the axis, or a `Cost`, whose `sent`,
+            `messages` and `chain` are compared. A chain that is shorter than predicted is no
+            difference, since several arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -248,8 +248,8 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns the longest chains in one instruction: a collective is a chain of one; other
-    instructions have those of the computations that they run, once for each trip of a loop."""
+    """Returns the longest chains in one instruction. A collective is a chain of one. Another
+    instruction has the chains of the computations that it runs, once for each trip of a loop."""
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []

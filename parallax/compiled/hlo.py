@@ -237,8 +237,8 @@ def runs(program: Module) -> Iterator[Run]:
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
-        """Yields the collectives of the computation `name`, which runs `times` times: at most so
-        often if it is `conditional`, and at least so often if a loop is `unbounded`.
+        """Yields the collectives of the computation `name`, which runs `times` times. It may run
+        less often if it is `conditional`, and more often if a loop around it is `unbounded`.
         """
         for instruction in program[name]:
             if instruction.collective:
@@ -306,8 +306,8 @@ def _named(text: str) -> np.ndarray:
     `[groups, devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
 
     `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2. Each axis
-    is split into three dims, before, in and after that part, and the middle dims of all named axes
-    are moved last: they are the members of a group.
+    is split into three dims: before, in and after that part. The middle dims of all named axes are
+    moved last, since they number the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}

@@ -1,5 +1,5 @@
-"""The links of a machine, and the links that each message uses: those between neighbours on a
-torus, or the ports of a switch, and those of a network between slices or machines.
+"""The links of a machine, and the links that each message uses. They join neighbours on a torus, or
+devices and their switch, or slices or machines by a network.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
     # Bytes over each link, and the most links that one message takes.

@@ -97,8 +97,8 @@ class Computations(NamedTuple):
         return value
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
-        """Returns the value of a `get-tuple-element`: that element if the tuple `whole` is a loop's
-        state, or its operand if a `tuple` of the same computation made it; else None."""
+        """Returns the value of a `get-tuple-element` of the tuple `whole`: an element of a loop's
+        state, or the operand of a `tuple` in the same computation. Returns None for others."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -127,7 +127,7 @@ class Computations(NamedTuple):
         self, where: str, loop: Any, body: str, side: Number
     ) -> tuple[int, int] | None:
         """Returns the value of one side of a loop's comparison before the first trip, and the
-        number that each trip adds to it; None if the text does not tell.
+        number that each trip adds to it. Returns None if the text does not tell.
 
         Args:
             where: the name of the computation that contains the loop.
@@ -174,8 +174,8 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
-    """Returns `left + sign * right`, where `sign` is 1 or -1; None if the result is no `Number`,
-    such as the sum of two elements of the state.
+    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if the result is no
+    `Number`, such as the sum of two elements of the state.
     """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -199,8 +199,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop that goes on while `first + t * step` is below 0
-    ("LT"), at most 0 ("LE"), and so on, in trip t = 0, 1, ...; 0 for a loop that would not end.
+    """Returns the number of trips of a loop; 0 if it would not end. The loop goes on in trip t = 0,
+    1, ... while `first + t * step` is below 0 ("LT"), at most 0 ("LE"), and so on.
     """
     if direction in ("GT", "GE"):
         direction, first, step = MIRRORED[direction], -first, -step

@@ -122,8 +122,8 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """Returns the bytes that a fusion reads of one parameter: its slices if nothing else uses
-        it, and nothing if the fusion only updates it in place."""
+        """Returns the bytes that a fusion reads of one parameter. It reads only the slices if
+        nothing else uses the parameter, and nothing if it only updates it in place."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))

@@ -14,8 +14,8 @@ This is an estimate from a compiler's estimates and the rates in `parallax.hardw
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
 wait for the slowest stage of a tick.
 
-The `state` of a replay has the time `now`, the time from which each link is `free`, the fraction of
-a trip that is `due` of each loop, and the arguments of `_Replay.run`.
+The `state` of a replay has the time `now`, and the time from which each link is `free`. It has the
+fraction of a trip that is `due` for each loop, and the arguments of `_Replay.run`.
 """
 
 import math

@@ -194,8 +194,8 @@ class Flat:
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
     """Returns, for each carry of a loop, its place among the operands and among the results.
 
-    The operands of a `scan` are constants, carries and sliced arrays; those of a `while` are the
-    constants of its condition, the constants of its body, and carries.
+    The operands of a `scan` are constants, carries and sliced arrays. Those of a `while` are the
+    constants of its condition, the constants of its body, and the carries.
     """
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)

@@ -1,8 +1,8 @@
 """The findings in a program: each function makes one from its facts.
 
-`aval` is the type of the array in question, `axes` are mesh axes and `size` the number of devices
-along them together, `where` is the caller's source line, and `trips` the trips of a loop, or None
-if their number is not known.
+`aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
+devices along them together. `where` is the caller's source line. `trips` is the number of trips of
+a loop, or None if it is not known.
 """
 
 import math
@@ -289,8 +289,8 @@ def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) ->
 def wide_product(
     eqn: JaxprEqn, operands: list[Value], where: str, declared: bool
 ) -> Finding | None:
-    """Returns the finding for a product in 32 bits or more whose operands came from 16 bits, or
-    any wide product if the caller `declared` 16 bits; else None."""
+    """Returns the finding for a product in 32 bits or more, if its operands came from 16 bits or
+    the caller `declared` 16 bits. Returns None for other products."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
     short = {value.narrow for value in operands if value.narrow}

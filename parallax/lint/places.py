@@ -66,9 +66,10 @@ def _same_elements(
 
 
 def operands(node: Node, result: int) -> Sequence[int]:
-    """Returns the operands that a result is made of. The result of a loop is made of the carry's
-    first value; in an operation with as many results as operands, such as a barrier, each result is
-    made of its own operand.
+    """Returns the operands that a result is made of.
+
+    The result of a loop is made of the carry's first value. In an operation with as many results as
+    operands, such as a barrier, each result is made of its own operand.
     """
     if node.name in LOOPS:
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]

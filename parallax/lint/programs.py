@@ -38,31 +38,30 @@ def program(
       for each microbatch need not be held.
     * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard,
       without a collective over its axes between: `optax.lamb`, or clipping by a norm, on shards.
-      It finds reductions of all elements to one number, and in optax's own lines those of single
-      dims, of the values that elementwise operations join to an output `w + u` with the spec of
-      the argument `w`.
+      An update is the term `u` of an output `w + u` that has the spec of the argument `w`. The lint
+      follows the values that elementwise operations connect to it. It finds their reductions to one
+      number, and in optax's own lines also reductions of single dims.
     * `shards-summed`: a sum, over an axis that splits such a `w`, of a part of its update that was
       made by a product, a reduction or a loop, as gradients are. It adds different shards.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by a norm, or a
       maximum, of each device's own, and only then summed over the devices:
       `optax.clip_by_global_norm` inside `grads.averaged`. It finds products and quotients outside
-      of differentiated functions, if a device has several rows: with one row it is the clipping of
-      each example, as in differentially private training. Clipping of each microbatch's mean is
-      not found.
+      of differentiated functions. A device must have several rows: with one row, each example is
+      clipped, as in differentially private training. Clipping of each microbatch's mean is not
+      found.
     * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes
       that split a dim, or over both in another order than in its spec. The gathered blocks then do
       not follow each other in the dim, which does no harm in a batch.
-    * `layers-not-gathered`: a `scan` over layers, in their own order, that are split over the axis
-      of the batch and pass no collective over it, while its carry depends on that batch. Layers
-      are recognised by an output of the same shape and spec (their gradient, or their update), and
-      a batch by the lack of one. Programs that also send along that axis, as pipelines do, are
-      accepted.
+    * `layers-not-gathered`: a `scan` over layers that are split over the axis of the batch, without
+      a collective over that axis, while its carry depends on that batch. Layers are recognised by
+      an output of the same shape and spec (their gradient, or their update), and a batch by the
+      lack of one. Programs that also send along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
       splits (hidden units, heads), whose result meets that dim again without a collective between.
       Also a reduction over groups if a device has one element of each.
-    * `parts-of-a-split-dim`: slices of such a dim that are joined with each other: those of a
-      fused matrix that is split by its outputs, or of the stacked gates of an `eqx.nn.LSTMCell`.
-      If shapes do not fit and a placed cell is split by rows, this is the only finding.
+    * `parts-of-a-split-dim`: slices of such a dim that are joined with each other. Examples are a
+      fused matrix that is split by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If
+      shapes do not fit and a placed cell is split by rows, this is the only finding.
     * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim:
       dropout with one mask per block.
     * `counted-on-a-device`: a value made of 0, 1, 2, ... on each device meets a split dim:

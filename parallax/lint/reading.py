@@ -302,9 +302,10 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the numbers of a collective's results, and notes mistakes in it: a
-        collective that some devices may not reach, a sum of equal numbers, or a collective that
-        sends the same in every trip of a loop.
+        """Returns the facts of the numbers of a collective's results, and notes mistakes in it.
+
+        The mistakes are a collective that some devices may not reach, a sum of equal numbers, and a
+        collective that sends the same in every trip of a loop.
         """
         sent, where = node.sent, node.where
         assert sent is not None
@@ -365,8 +366,8 @@ def _ignore(*mistake: Any) -> None:
 
 
 def _dims_of(carries: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the dims of each result of a loop's body: for the carries, which come first, those of
-    their shards in `carries`, and None for the others or if there is no shard.
+    """Returns the dims of each result of a loop's body. The carries come first, and have the dims
+    of their shards in `carries`. The dims are None for other results, and without a shard.
     """
     dims = [shard.dims if shard else None for shard in carries]
     return [*dims, *[None] * (len(program.results) - len(dims))]

@@ -95,7 +95,7 @@ def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
     """Returns the finding for a leaf that every device has as a whole, with a rule that would split
-    it; nothing if no axis can split the leaf.
+    it. Returns no finding if no axis can split the leaf.
     """
 
     def rank(pair):

@@ -267,7 +267,7 @@ class ShardMap:
 
     def note_layers(self, loop: Node, inputs: Sequence[Value]) -> None:
         """Notes a scan over layers if the axis that splits the layers also splits the batch, and
-        nothing gathers them: each device would then run its rows through some layers only.
+        nothing gathers them. Each device would then run its rows through only some layers.
         """
         body = self.body(loop)
         for i in flat.sliced(loop.eqn):

@@ -269,7 +269,7 @@ class _Operation:
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
         """Notes random numbers or counts that are the same on all devices, if they meet a split
-        dim: each device's part of the dim would get the same numbers.
+        dim. Each device's part of the dim would get the same numbers.
         """
         drawn, counted = NO_AXES, NO_AXES
         for dim, of_value in zip(dims, value.dims or (), strict=True):
@@ -283,8 +283,8 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the facts of the result as a term of a sum over `axis`, of which some operands
-        are terms; None if it is no longer followed as a term.
+        """Returns the facts of the result as a term of a sum over `axis`; some operands are terms
+        of this sum. Returns None if the result is no longer followed as a term.
 
         Notes a mistake if a term meets a dim that is split over `axis` again.
         """
@@ -317,8 +317,8 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes whose size, or 1 over it, is a literal operand of a product or quotient:
-        it shares a value that the devices will sum."""
+        """Returns the axes whose size, or 1 over it, is a literal operand of a product or quotient.
+        The program then divides a value by the number of devices that will sum it."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
@@ -331,8 +331,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _number(self, value: int) -> Any:
-        """Returns the literal that a value is made of by casts, signs and broadcasts, as it is
-        written in the program; None if it is made of another value."""
+        """Returns the literal of which casts, signs and broadcasts make a value, as the program
+        writes it, without the signs. Returns None if the value is made of another one."""
         while value not in self.program.literals:
             node = self.program.made.get(value)
             if node is None or node.name not in _LINEAR | {"broadcast_in_dim"}:

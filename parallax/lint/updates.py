@@ -94,9 +94,10 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
     """Returns the values that hold the elements of `result`, each with its dims, and the sums over
-    devices on the way to them that add different shards: their axes split their operand.
+    devices on the way that add different shards.
 
-    `dims` are those of `result`. Values behind such a sum are not followed.
+    Such a sum goes over axes that split its operand, and the values before it are not followed.
+    `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -220,8 +221,9 @@ def scalings(
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on the reduced numbers `start`, each with the axes that are
-    still missing: those of `axes` over which no collective on the way to the value sums.
+    """Returns the values that depend on the reduced numbers `start`, each with its missing axes.
+
+    An axis of `axes` is missing if no collective on the way to the value goes over it.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]

@@ -283,8 +283,8 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts of the numbers of a collective's result: the same along its axes after a
-    sum, a maximum or a gather, and different along them after the others.
+    """Returns the facts of the numbers of a collective's result. After a sum, a maximum or a gather
+    they are the same along its axes; after other collectives they differ.
 
     Args:
         sent: the collective.

@@ -104,9 +104,9 @@ class Work(NamedTuple):
     """Floating-point operations of a step.
 
     Attributes:
-        model: of the whole step, as papers count them: for each token 6 for each parameter in a
-            product, and 12 L D T for attention.
-        device: of one device, including what is computed again, and what an idle stage computes on
+        model: those of the whole step, as papers count them. A token needs 6 for each parameter in
+            a product, and 12 L D T for attention.
+        device: those of one device, with all that is computed again, and the work of idle stages on
             garbage.
     """
 
@@ -321,8 +321,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
-    """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices,
-    or if plan has no closed forms for the model or the layout."""
+    """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices.
+    Also raises it if plan has no closed forms for the model or the layout."""
     known(config)
     sizes = config.sizes | {"batch": batch}
     if devices is not None:
@@ -378,10 +378,10 @@ def memory(
 
 
 def model_flops(config: Config, batch: int) -> Number:
-    """Returns the floating-point operations of a whole step of `batch` sequences: for each token 6
-    for each weight that multiplies it, and 12 L H K T for attention with H heads of width K.
+    """Returns the floating-point operations of a whole step of `batch` sequences.
 
-    For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
+    A token needs 6 for each weight that multiplies it, and 12 L H K T for attention with H heads of
+    width K. For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -469,8 +469,8 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line that says which share of the parameters ZeRO cannot split, since none of their
-    dims divides; no line if the share is below 1 %."""
+    """Returns a line with the share of the parameters that ZeRO cannot split, since none of their
+    dims divides. Returns no line if the share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)

@@ -22,8 +22,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns whether each operand is needed for these `results`, and for each equation whether
-        each of its results is; None for an equation that is not needed."""
+        """Returns whether each operand is needed for these `results`, and the same for each result
+        of each equation. An equation that is not needed has None."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)

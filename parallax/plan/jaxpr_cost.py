@@ -2,10 +2,10 @@
 messages, and the operations that `liveness` lays out in memory.
 
 A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
-`reads`, the buffers below it with the bytes read of each. A value is held once a matmul, a message
-or a loop needs it as an array, or at once if it is costly and several operations read it. Its
+`reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
+message or a loop needs it as an array. An expensive one with several readers is held at once. Its
 `root` is the value with the same numbers before reshapes. `near` are the buffers that it reads
-element by element, in whose place its result may be written.
+element by element, so that it may be written over one of them.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
 equations take the operands, which results are `used`, and how many `readers` each result has.
@@ -300,8 +300,8 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Returns the index of a device on an axis, or of a platform; the latter with the number of
-        the branch that this walk's platform takes. An index reads no memory."""
+        """Returns the index of a device on an axis, or of a platform. The index of a platform has
+        the `branch` that this walk's platform takes. An index reads no memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others

@@ -74,8 +74,8 @@ def search(
         attention_kernel: as `plan` takes it.
 
     Raises:
-        ValueError: no layout has so many devices; or none of them fits, and the message names the
-            one that needs least memory; or a number below 1, or an unknown precision or schedule.
+        ValueError: no layout has so many devices, or none of them fits; the message then names the
+            one that needs least memory. Also a number below 1, or an unknown precision or schedule.
     """
     known(config)
     # These raise `ValueError` for an unknown word.

@@ -40,7 +40,7 @@ class Buffer:
     ):
         """Makes a buffer of `nbytes`, which the equation `eqn` computes, or which `what` describes.
 
-        `fixed` marks an argument, a result or a constant, which does not count as a temporary;
+        `fixed` marks an argument, a result or a constant, which does not count as a temporary.
         `carry` marks a loop's carry, which may be written over the array that it starts from.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry

@@ -322,8 +322,8 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of a collective by an algorithm of `makers`: alpha, its seconds for no
-    bytes, and beta, the seconds for each byte of the array that it takes.
+    """Returns the cost of a collective by an algorithm of `makers`. Its alpha has the seconds for
+    no bytes, and its beta the seconds for each byte of the array that it takes.
 
     The time of a round is linear in the bytes, so two simulations give the time for all sizes. A
     search asks for thousands of sizes.

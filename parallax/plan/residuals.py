@@ -138,8 +138,8 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     """Returns the bytes that the input's gradient of a layer hands on to the job for the weights'
     gradients, if nothing is computed again.
 
-    These are the cotangents of its four matmuls (for a GPT-2 3 + 4 of width D, split over the
-    tensor devices, and two whole ones), and the gradients of norms and biases, which it computes.
+    These are the cotangents of its four matmuls, and the gradients of norms and biases. In a GPT-2
+    the cotangents are 3 + 4 arrays of width D, split over the tensor devices, and two whole ones.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel

@@ -134,8 +134,8 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Returns the bytes of a step's other arguments on a device: its windows of T + 1 int32 tokens,
-    of `batch` sequences in all, the step's number and the loss scale."""
+    """Returns the bytes of a step's other arguments on a device: token windows, the step's number
+    and the loss scale. A window has T + 1 int32 tokens; `batch` counts those of all devices."""
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

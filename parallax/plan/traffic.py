@@ -128,7 +128,7 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     `batch` sequences.
 
     `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run too, on
-    garbage: a lane counts in every tick in which any stage has a job for it.
+    garbage. A lane then counts in every tick in which any stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -287,8 +287,8 @@ class _Step:
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Yields the messages of ring attention: keys and values, which go round the ring in each
-        pass, and their gradients, which follow them in float32 or wider."""
+        """Yields the messages of ring attention. Keys and values go round the ring in each pass,
+        and in the backward pass their gradients follow them, in float32 or wider."""
         size, n = self.size, self.layout.context
         # Numbers on a device. Each message of keys has one of equally many values beside it, so
         # messages count twice.
@@ -326,8 +326,12 @@ class _Step:
         yield from self.all_reduce("sums of logits", both, 2 * maxima, calls, self.wide)
 
     def between_stages(self) -> Iterator[Term]:
-        """Yields the messages along the stage axis: the pipeline's hops, the cotangents of what the
-        first stage takes and the last returns, and the gradients that all stages share."""
+        """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
+        the gradients of parameters that all stages share.
+
+        The vocabulary is split over the stages. So all of them need the last stage's output, for
+        the head, and the cotangent of the first stage's input, for the embedding.
+        """
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
@@ -396,8 +400,8 @@ class _Step:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often a step gathers a layer's leaf under ZeRO-3: in each forward pass, also
-        in one that runs again, and in each backward pass that reads the leaf."""
+        """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass gathers
+        it, also one that runs again, and each backward pass that reads it."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
@@ -431,8 +435,8 @@ class _Step:
         return size.weights if leaf.block else scatters_of_ends.get(leaf.path, size.heads)
 
     def over_all(self) -> Iterator[Term]:
-        """Yields one all-reduce of squared norms for each set of axes that splits some gradients,
-        and one over all of these axes of whether the update is finite.
+        """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
+        One more, over all of these axes, tells all devices whether the update is finite.
 
         Both take the axes in alphabetical order, in which a type lists them.
         """
