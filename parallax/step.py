@@ -411,7 +411,7 @@ def _in_place(
     # The compiled functions return leaves, not a tree: if static fields of a model are functions,
     # each `make_model()` may make new ones, and then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
-    places = [leaf.sharding for leaf in leaves]
+    places = [leaf.sharding for leaf in leaves]  # where each array is to be
     # Under `jit` each device makes its own shards, so no device holds a whole array.
     compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=places)
     compiled_begin = jax.jit(

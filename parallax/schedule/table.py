@@ -474,7 +474,7 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
             f"The tables must have one shape, got forward {shape} and {lane} {table.shape} "
             "(ticks x stages). Pad the shorter one with rows of -1."
         )
-    # The last place runs each job of its chunk in a tick of its own, so numbers are below the
+    # A stage runs the jobs 0 to M v - 1, each in its own tick, so no number reaches that of the
     # ticks.
     if table.min() < -1 or table.max() >= len(table):
         tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
