@@ -157,8 +157,7 @@ def sharded(
     axis, optimizer, by_path = Axis.of(axis), with_extra(optimizer), trees.by_path(specs)
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    def splits(path, weight):
-        # Not over an axis along which the parameter itself is a shard, such as that of experts.
+    def splits(path, weight):  # not over axes that split the parameter itself, as for experts
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
     def share(path, weight):
@@ -166,8 +165,7 @@ def sharded(
 
     def gradient_share(path, gradient, weight):
         """Returns this device's share of the mean of one gradient."""
-        # Another shape than the parameter's: already a share, from `reduce_scattered`.
-        if gradient.shape != weight.shape:
+        if gradient.shape != weight.shape:  # already a share, from `reduce_scattered`
             return gradient
         # The axes along which the devices have one parameter and different gradients.
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))

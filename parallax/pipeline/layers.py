@@ -275,8 +275,7 @@ def stored(
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
-            # The first dims of each model leaf that is one of the blocks, else None.
-            leading = [
+            leading = [  # of each leaf of the model, None for one that is not in the blocks
                 x.shape[:dims] if is_block and mesh.is_array(x) else None
                 for (_, x), is_block in zip(named, jax.tree.leaves(in_blocks), strict=True)
             ]
