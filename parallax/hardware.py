@@ -78,8 +78,8 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """Returns the time of a hop in a group of devices. It is that of fast links if the group
-        fits into a domain, else that of the network.
+        """Returns the time of a hop in a group of devices: over fast links if the group fits into a
+        domain, else over the network.
 
         Args:
             span: the range of the group's device numbers, from the first to the last.

@@ -130,7 +130,7 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns what was collected."""
+        """Returns the collected taps, collectives and functions."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),

@@ -56,6 +56,7 @@ class Difference(NamedTuple):
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
+        """Returns the difference as text: the numbers, the diagnosis, and the code between."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "
@@ -86,6 +87,7 @@ class Comparison(NamedTuple):
     alone: tuple[str, ...]
 
     def __str__(self) -> str:
+        """Returns the first difference as text, or the largest one within the bound."""
         if self.first is not None:
             return str(self.first)
         off, name = self.worst

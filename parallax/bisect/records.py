@@ -48,6 +48,8 @@ class Key(NamedTuple):
     way: str
 
     def __str__(self) -> str:
+        """Returns the path with the number of the layer, and "the cotangent of" before it if it is
+        one."""
         path = self.path.replace("*", str(self.layer), 1) if self.layer >= 0 else self.path
         return f"the cotangent of {path}" if self.way == BACKWARD else path
 
@@ -338,7 +340,7 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation a value is computed and reported again, and only the first report counts.
-    The cotangents of all reports are added up; those of a device without a job are 0.
+    The cotangents of all reports are added up; without a job a cotangent is 0.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:
@@ -382,9 +384,11 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 
 
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
-    """Returns, for each dim, the indices of a report's block in the whole value: those it reports,
-    or those of block number `block`. The axes of a dim count from the outermost, then come
-    microbatches."""
+    """Returns, for each dim, the indices of a report's block in the whole value.
+
+    A report of a placed dim states them. In other dims they are those of block number `block`,
+    counted over the axes of the dim, the outermost first, and then over microbatches.
+    """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
     for dim, n in enumerate(report.value.shape):

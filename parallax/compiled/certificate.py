@@ -138,8 +138,8 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
-    """Returns the attributes of an entry that are no numbers. Entries with equal ones are compared
-    with each other."""
+    """Returns the attributes of an entry that are no numbers. Two entries are compared if these are
+    equal."""
     return entry.kind, entry.axes, entry.conditional, entry.unbounded
 
 

@@ -7,8 +7,8 @@ The text of a program for TPUs or GPUs is in the order in which it runs. The rep
 order. An instruction takes the cycles that the TPU's compiler estimates, or its bytes and
 operations over a GPU's rates. A loop's body runs once for each trip. A message begins at its start
 instruction, waits until its links are free (a link carries one message at a time), and its done
-instruction waits for it. The *exposed* time is that of the replay, minus that of the same program
-with messages that take no time.
+instruction waits for it. The *exposed* time is the time of the replay, minus the time of the same
+program with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
@@ -258,8 +258,8 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
-        """Moves the time on to `until`, when a message has arrived, and adds the wait to those of
-        the source line that sent it."""
+        """Moves the time on to `until`, when a message has arrived. Adds the wait to the total of
+        the source line that sent the message."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now

@@ -136,8 +136,8 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """Returns the finding for a gather over `axes` of a dim that is split over `split`, whose
-    blocks do not follow each other."""
+    """Returns the finding for a gather over `axes` of a dim that is split over `split`, if the
+    gathered blocks do not follow each other in the dim."""
     return Finding(
         "gathered-out-of-order",
         where,
@@ -150,8 +150,8 @@ def gathered_out_of_order(
 
 
 def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for a loop over layers that are split over the replicas, so that each
-    replica runs other layers."""
+    """Returns the finding for a loop over layers that are split over the replicas, so that
+    different replicas run different layers."""
     return Finding(
         "layers-not-gathered",
         where,
@@ -168,8 +168,8 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
 def reduced_over_a_split_dim(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction (`operation`) over a device's part of a dim, whose result
-    is used as that of the whole dim."""
+    """Returns the finding for a reduction (`operation`) over a device's part of a dim, if its
+    result is used like a result over the whole dim."""
     return Finding(
         "reduced-over-a-split-dim",
         where,

@@ -24,7 +24,7 @@ from parallax.lint.values import NO_AXES, Dims, Value, either, in_tuple, joined
 
 
 class Reading:
-    """One reading of a program: the findings, and what is around the operation being read.
+    """One reading of a program: the findings, and the loops and maps around the current operation.
 
     Attributes:
         narrow: whether all products should be in 16 bits.

@@ -37,8 +37,8 @@ def rules(
     `parallax.rules.specs` can find; that function raises only the first. Then come mistakes that it
     accepts:
 
-    * `large-leaf-whole`: a leaf of `large` bytes or more of which every device has a copy, and
-      that an axis could split.
+    * `large-leaf-whole`: a leaf of `large` bytes or more that is copied to every device, although
+      an axis could split it.
     * `idle-axis`: an axis of the mesh that splits neither the batch nor any leaf, so its devices do
       the same work.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an
@@ -46,8 +46,8 @@ def rules(
       many heads as the whole, each narrower.
     * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over such an
       axis. Its gates are stacked, so a shard has rows of some of the gates.
-    * `too-many-bytes`: more than `limit` bytes on a device. All devices have as many, since a split
-      dim divides by its axes.
+    * `too-many-bytes`: more than `limit` bytes on a device. All devices have equally many bytes,
+      since a split dim divides by its axes.
 
     Args:
         tree: the parameters.

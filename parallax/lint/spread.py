@@ -104,13 +104,13 @@ class _Operation:
         return Value(dims=tuple(Dim(counted=i == counted) for i in range(len(self.shapes[0]))))
 
     def _dims(self, value: Value, place: int = 0) -> tuple[Dim, ...]:
-        """Returns the dims of the operand at `place`; those of a constant have no facts."""
+        """Returns the dims of the operand at `place`. The dims of a constant have no facts."""
         return (Dim(),) * self.avals[place].ndim if value.dims is None else value.dims
 
     # Operations that lay elements out
 
     def _broadcast(self, inputs: Sequence[Value]) -> Value:
-        """Follows `broadcast_in_dim`: new dims, and those of size 1 that grow, have no facts."""
+        """Follows `broadcast_in_dim`. New dims, and dims of size 1 that grow, have no facts."""
         (value, *_), before, after = inputs, self.avals[0].shape, self.shapes[0]
         dims = [Dim()] * len(after)
         for i, j in enumerate(self.params["broadcast_dimensions"]):
@@ -205,8 +205,8 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Follows a lookup of rows in a table: the result has the dims of the ids, and those of a
-        row.
+        """Follows a lookup of rows in a table. The result has the dims of the ids, and the dims of
+        a row.
         """
         table, ids = inputs
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
@@ -331,8 +331,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _number(self, value: int) -> Any:
-        """Returns the literal of which casts, signs and broadcasts make a value, as the program
-        writes it, without the signs. Returns None if the value is made of another one."""
+        """Returns the number that is written in the program for a value, before casts, broadcasts
+        and changes of sign. Returns None if the program computes the value."""
         while value not in self.program.literals:
             node = self.program.made.get(value)
             if node is None or node.name not in _LINEAR | {"broadcast_in_dim"}:

@@ -129,8 +129,8 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
-    """Returns whether a product or a reduction made some elements of a value, as it makes those of
-    a gradient.
+    """Returns whether a product, a reduction or a loop made some elements of a value, as in a
+    gradient.
     """
     nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
     return any(

@@ -45,7 +45,7 @@ class Dim(NamedTuple):
     """The facts of a dim.
 
     Attributes:
-        split: the axes along which each device has other elements of the dim.
+        split: the axes along which devices have different elements of the dim.
         within: the axes of a split dim that a reshape divided, if this dim is an inner part of it.
         rows: whether the dim counts the batch's rows.
         drawn: whether random numbers were drawn for each element.
@@ -65,7 +65,7 @@ class Part(NamedTuple):
     """A slice of a split dim.
 
     Attributes:
-        source: the split dim: the id of its program, the number of the value, and that of the dim.
+        source: the split dim, as the id of its program, the number of its value, and its index.
         aval: the type of the value.
         start: the first element of the slice.
     """
@@ -110,7 +110,7 @@ class Value(NamedTuple):
     """The facts of one value.
 
     Attributes:
-        differs: the mesh axes along which devices may hold other numbers.
+        differs: the mesh axes along which devices may hold different numbers.
         trip: the depth of the innermost loop whose trips change the value; 0 if none does.
         constant: whether the value is made only of numbers written into the program, and of counts.
         narrow: the name of the 16-bit type whose numbers the value holds in a wider type, or "".

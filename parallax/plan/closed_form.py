@@ -5,8 +5,8 @@ The step does not run, and no device is needed.
     print(plan.compared(plan.compare(planned, compiled)))
 
 The bytes of state and of traffic are exact: the tests hold them against compiled programs. The
-memory of activations comes from the trace of the step (`tracing`). The time is the sum of those of
-matrix products, passes over memory and messages, without overlap, which would shorten it.
+memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
+of matrix products, passes over memory and messages. Overlap would shorten it.
 
 Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor
 devices, b sequences of a microbatch. A `Sizes` has the sizes of a microbatch on a device, and how
@@ -104,10 +104,10 @@ class Work(NamedTuple):
     """Floating-point operations of a step.
 
     Attributes:
-        model: those of the whole step, as papers count them. A token needs 6 for each parameter in
-            a product, and 12 L D T for attention.
-        device: those of one device, with all that is computed again, and the work of idle stages on
-            garbage.
+        model: operations of the whole step, as papers count them. A token needs 6 for each
+            parameter in a product, and 12 L D T for attention.
+        device: operations of one device, with all that is computed again, and the work of idle
+            stages on garbage.
     """
 
     model: Number
@@ -392,8 +392,8 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A stage's jobs count in all ticks in which they run on the device, also on garbage, and what is
-    computed again counts again.
+    A stage's jobs count in all ticks in which they run on the device, also on garbage. Operations
+    that run again count again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
@@ -436,8 +436,8 @@ def _passes(
     """Returns the bytes that a device reads and writes between products, in the forward and
     backward calls of `size`.
 
-    A pipeline also writes what a layer keeps into slots, and reads it from there. `kernel` says
-    whether attention keeps no scores.
+    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there.
+    `kernel` says whether attention keeps no scores.
     """
     # A layer makes all its arrays, attention's scores too, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")

@@ -13,7 +13,7 @@ from parallax.plan.units import Number
 
 
 class Comparison(NamedTuple):
-    """A predicted number, and that of the compiled program.
+    """A predicted number beside the number in the compiled program.
 
     Attributes:
         what: the name of the number.

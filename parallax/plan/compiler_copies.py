@@ -65,7 +65,7 @@ def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple
     Args:
         pairs: each donated argument that a result overwrites, and the buffers that this result is
             computed from.
-        habits: those of the backend.
+        habits: the habits of the backend.
     """
     if not habits.arguments:
         return ()

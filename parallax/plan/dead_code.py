@@ -31,7 +31,7 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
-        """Returns what `__call__` does. Goes backward through the equations with the set of
+        """Returns the result of `__call__`. Goes backward through the equations with the set of
         variables that are needed so far; an equation with effects is always needed."""
         live = {
             atom
@@ -55,8 +55,8 @@ class Needed:
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A barrier hands each operand on, and a call needs what its program needs. A while loop, like
-        any other equation, needs all of them.
+        A barrier needs the operands of these results, and a call those that its program needs. A
+        while loop, like any other equation, needs all operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)

@@ -232,8 +232,8 @@ def _groups(replicas: int, stage: int) -> list[int]:
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Returns a lower bound of the bytes that a device needs: the step's arguments, and what the
-    layers keep for the backward pass."""
+    """Returns a lower bound of the bytes that a device needs: for the step's arguments, and for the
+    arrays that the layers keep for the backward pass."""
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

@@ -48,7 +48,8 @@ class Buffer:
 
     @property
     def place(self) -> "Buffer":
-        """The first of the buffers that are written over each other, and of which this is one."""
+        """The first buffer of the chain of buffers that this one is written over; itself if it is
+        written over none."""
         return self if self.into is self else self.into.place
 
 

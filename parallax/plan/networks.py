@@ -62,7 +62,7 @@ class Level(NamedTuple):
 
     Attributes:
         devices: devices in a group of this level.
-        link: the link of one device, in one direction, to others of its group.
+        link: the link of one device, in one direction, to the devices of its group.
         shared: the oversubscription: the bytes that all devices of a smaller group can send, over
             those that the links which leave it can carry.
     """

@@ -43,8 +43,8 @@ class Recomputed(NamedTuple):
 
 
 def recomputed(layout: Layout) -> Recomputed:
-    """Returns what a layer keeps, and what its backward pass runs again, under a layout's
-    `remat`."""
+    """Returns the arrays that a layer keeps, and the operations that its backward pass runs again,
+    under a layout's `remat`."""
     word = layout.remat
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
     # ZeRO-3 gathers a layer's weights again even if the layer keeps all the rest.

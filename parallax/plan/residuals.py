@@ -1,8 +1,8 @@
 """Counts the bytes that a decoder's layer keeps for its backward pass, and those that the input's
 gradient hands on to the weights' gradients.
 
-The closed forms count what `jax.vjp` keeps of a layer, and the tests compare the two. By these
-estimates the search drops layouts that cannot fit, before it traces a step.
+The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. By these estimates
+the search drops layouts that cannot fit, before it traces a step.
 
 Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2
 numbers, t tensor devices. `short` is the bytes of a number in 16-bit precision, and `kernel` says

@@ -1,6 +1,9 @@
-"""The time of a traced step: the seconds of its products, its memory and its messages, and which of
-them bounds it. A message's `kind` is its name in compiled programs, such as "all-reduce", and its
-`bytes` are those of its result."""
+"""The time of a traced step: the seconds of its products, its memory and its messages, and the
+slowest of the three.
+
+The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
+bytes of its result on a device.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -54,7 +57,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     """Returns the time of a `Trace` on devices of `hardware`.
 
     Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
-    network. The others take that of a formula.
+    network. The other collectives take the time of a formula.
     """
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
     products, passes = (

@@ -118,8 +118,8 @@ def optimizer_bytes(
 
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
-    """Returns the bytes of the optimizer's state for each parameter, and those of its other
-    numbers, such as a step count. They are read off its state for one array of 64 parameters."""
+    """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
+    numbers, such as a step count. They are read from its state for one array of 64 parameters."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
@@ -135,7 +135,8 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
     """Returns the bytes of a step's other arguments on a device: token windows, the step's number
-    and the loss scale. A window has T + 1 int32 tokens; `batch` counts those of all devices."""
+    and the loss scale. A window has T + 1 int32 tokens; `batch` counts the windows of all devices.
+    """
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes
