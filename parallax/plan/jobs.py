@@ -103,6 +103,8 @@ def table_of(layout: Layout) -> Schedule:
 
 @functools.lru_cache(maxsize=64)
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
+    """Returns the table of the schedule `name` for these sizes; the rest of the layout does not
+    matter."""
     layout = dataclasses.replace(
         Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
     )
