@@ -150,7 +150,8 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands from which an equation of `body` computes its result `atom`.
+        """Returns the operands from which an equation of `body` computes its result `atom`, and
+        notes the equation.
 
         There are three kinds of equations. A tap ends the search: it is noted, and has no operands.
         A call of a function, or a loop, is opened: the operand is this result of its jaxpr. All

@@ -73,6 +73,7 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
     seen, waiting = set(), [result]
     while waiting:
+        # The values before casts and factors, and the predicates that choose among them.
         sources, predicates = _unscaled(program, waiting.pop())
         decisions += predicates
         for node in (program.made.get(source) for source in sources - seen):

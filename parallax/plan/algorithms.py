@@ -61,11 +61,13 @@ def messages(
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms
     }
-    by_network = set(found)
-    links = hardware.hops(layout.axes)
+    simulated = set(found)
+    links_per_hop = hardware.hops(layout.axes)  # by axis
     for term in terms:
-        if term.n > 1 and not (term.axes in by_network and term.collective in LAX):
-            hop = hardware.link(span(layout.axes, term.axes), max(links[n] for n in term.axes))
+        if term.n > 1 and not (term.axes in simulated and term.collective in LAX):
+            # Over several axes, the axis whose neighbours are furthest apart decides.
+            links = max(links_per_hop[name] for name in term.axes)
+            hop = hardware.link(span(layout.axes, term.axes), links)
             taken = term.times * cost.seconds(term.cost, hop)
             found[term.axes] = found.get(term.axes, 0.0) + taken
     return found

@@ -59,7 +59,7 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
     """Returns the mean seconds between failures of any of the devices; infinity if none fails.
 
     Raises:
-        ValueError: a rate below 0, or no device.
+        ValueError: a rate that is below 0 or not finite, or no device.
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(

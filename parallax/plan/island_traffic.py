@@ -36,8 +36,8 @@ def terms(
     """
 
     def found() -> Iterator[Term]:
-        """Yields a term for each array. Numbers are sent with 4 bytes or more, or as int8 if `axis`
-        quantizes with error feedback."""
+        """Yields a term for each array. Changes are sent in float32 or wider, or as int8 if `axis`
+        is an `ErrorFeedback`, which quantizes them."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")

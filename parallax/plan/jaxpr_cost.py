@@ -450,8 +450,9 @@ class Reading:
         """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
 
         The body is walked once, in a frame of its own. The loop is one operation of the frame
-        around, with the peak of the body as `inner`. Each carry has a buffer, and the buffers of
-        the stacked results are there before the loop begins.
+        around, with the peak of the body as `inner`. A carry has one buffer, which each trip
+        rewrites in place: it is the loop's result too. The buffers of the stacked results are there
+        before the loop begins.
 
         Args:
             eqn: the loop.
@@ -461,7 +462,7 @@ class Reading:
             trips: by which the counts of the body are multiplied.
         """
         constants, starts, sliced = parts
-        wanted = self.needed(body, counts)[0]
+        wanted = self.needed(body, counts)[0]  # for all operands of the body, constants first
         for value, is_wanted in zip(constants, wanted, strict=False):
             # The loop itself computes a constant that is made only of literals.
             if is_wanted and value.root.reads:
@@ -491,6 +492,7 @@ class Reading:
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times //= trips
         operations = self.frames.pop().operations
+        # The buffers of each carry at the end of a trip and at its beginning.
         pairs = [
             (end, start.root.buffer)
             for end, start in zip(ends, carried, strict=True)

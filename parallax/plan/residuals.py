@@ -83,13 +83,15 @@ def everything(
     )
     layer = layer_of(config)
     results = results_of_gelu() if layer.inputs == 1 else RESULTS_OF_SWIGLU
+    # q and attention's result, k and v, and the feed-forward's arrays, for each token.
     numbers = 2 * (layer.queries + layer.keys) + results * layer.hidden
+    # The norms' four activations, and the inputs of the two column-parallel layers.
     kept = (
         (2 * FLOAT + 2 * size.narrow) * size.stream
         + 2 * size.narrow * size.gathered
         + numbers / config.width * size.narrow * size.split
     )
-    kept += 4 * FLOAT * b * T / layout.token_shards
+    kept += 4 * FLOAT * b * T / layout.token_shards  # the norms' numbers for each token
     rows = FLOAT * b * config.heads * T / layout.tensor  # one number for each query and head
     scores = (FLOAT + size.narrow) * size.scores + 2 * rows
     if layout.context > 1:

@@ -78,7 +78,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     for axis, of_axis in calls.items():
         fastest = min(networks.along(axis, trace.mesh, hardware, of_axis).values())
         along[axis,] = along.get((axis,), 0.0) + fastest
-    found = Seconds(products, passes, along, 0.0)
+    found = Seconds(products, passes, along, 0.0)  # the share needs the total of the others
     return found._replace(share=ideal / found.total if found.total else 0.0)
 
 
