@@ -189,7 +189,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         data: for each argument, whether it is data, as opposed to a weight.
     """
     count = len(opened(closed).invars)
-    # Bit i of a mask stands for argument i, and the bit after the last for all constants.
+    # Bit i of a mask stands for argument i, and the bit after the last for constants that differ.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
@@ -345,11 +345,12 @@ class _Ways(FollowingAlong):
         return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
-        """Returns the dependence of a result of an equation on the program's arguments."""
+        """Returns the dependence of a result of an equation on the program's arguments: on which at
+        all, on which `alone`, without a collective, and which have `met` data that way."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())
-        # A value that goes through a collective is joined with other devices' parts, so its
-        # dependence is no longer in a way without a collective.
+        # A collective joins the value with the parts of other devices: from here on it depends on
+        # no argument alone.
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone

@@ -170,7 +170,8 @@ def tap_tree(
     def tapped(leaf_path, leaf):
         """Returns one leaf, tapped if it is an array of floating-point numbers.
 
-        Its spec loses the gathered axes, `without`, and the first dims, which `loops` run over.
+        Its spec, by path in `specs_by_path`, loses the gathered axes, `without`, and its first
+        `loops` dims.
         """
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf

@@ -325,7 +325,8 @@ def part_specs(
         """Returns the specs of the blocks without their first `count` dims."""
 
         def inner(path, spec):
-            """Returns the spec of one leaf without its first `count` dims, which must be whole."""
+            """Returns the spec of one leaf without its first `count` dims, which must be whole over
+            the axes `names`. `loops`, the most such dims, is for the message."""
             split = [
                 dim
                 for dim, entry in enumerate(spec[:count])
@@ -490,7 +491,8 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf whose shape on this device is not that of its spec."""
+            """Refuses a leaf whose shape on this device is not that of its spec. `wholes` has the
+            whole shapes by path."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
@@ -506,6 +508,7 @@ class ZeRO:
                 )
 
         def wrapped(params, *arguments):
+            """Checks the shapes of the parameters, and then calls the function."""
             # With a wrong rule the shapes often still fit each other, and the step would train
             # another model.
             for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):

@@ -165,7 +165,8 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
     wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
-        """Returns the mean of one array, or the array if it is the same on all devices."""
+        """Returns the mean of one array over those names of `axis` along which it varies, or the
+        array if there are none."""
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf

@@ -110,7 +110,8 @@ def by_matrix(
     """
 
     def leading(path, ndim):
-        """Returns the number of first dims that are layers; 0 for a leaf that is not stacked."""
+        """Returns the number of first dims that are layers, 0 for a leaf that is not stacked: by
+        the globs in `layers`, else all dims before the last two."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]

@@ -184,7 +184,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
     """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0."""
 
     def leaf(path, value):
-        """Returns one value as an array of numbers, or raises `ValueError`."""
+        """Returns one value as an array of numbers, or raises a `ValueError` that names `name`."""
         value = jnp.asarray(value)
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
             raise ValueError(

@@ -202,7 +202,8 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]."""
+        """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]. On a CPU
+        its all-reduce waits for `after`."""
         # Each stage fills its own column of zeros, so that the sum over the stages stacks them.
         M, v, *shape = values.shape
         by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)

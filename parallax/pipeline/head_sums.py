@@ -4,6 +4,10 @@ An *early* stage is any stage before the last. The head runs on every stage, but
 has the model's output. A sum over stages is right if the terms of early stages are zero, by a
 factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
 program, so its values are computed here for every stage.
+
+The *terms* of a value say whether it has an early stage's `x` (`early`), depends on no argument
+(`is_number`) and depends on the stage's index (`indexed`), and give its value by that index
+(`by_index`), if known.
 """
 
 import functools

@@ -7,6 +7,10 @@ A job takes the carry, the tick's row (its jobs and slots by stage) and an array
 returns the array to send, and the carry with what it saved and added up. The executors, `lockstep`
 and `per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
 "backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`.
+
+From `Programs`, `Jobs` has the traced functions (`programs`, by name), the parameters (`params`),
+an activation as zeros (`x`), the number of this stage (`index`), and functions for the arguments
+of a job (`task`, `known`, `rows`, `finished`).
 """
 
 import copy
@@ -139,7 +143,7 @@ class Jobs(Programs):
         place = task.microbatch, task.chunk
 
         def with_value(values, value):
-            """Returns auxiliary values [M, v, ...] with that of this job in its place."""
+            """Returns auxiliary values [M, v, ...] with that of this job at (microbatch, chunk)."""
             if task.valid is not True:
                 # An idle stage has microbatch 0 as its number, whose value it must not overwrite.
                 value = jnp.where(task.valid, value, values[place])

@@ -66,7 +66,7 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
-        """Returns one array of the blocks, [L, ...], as [v, P n, ...]."""
+        """Returns one array of the blocks, [L, ...], as [v, P n, ...]; `rows` has the layers."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
                 f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the "
@@ -85,7 +85,8 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
-        """Returns one array of the blocks, [v, P n, ...], as [L, ...]."""
+        """Returns one array of the blocks, [v, P n, ...], as [L, ...]: its rows `real`, in the
+        order of the model."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, "
@@ -120,7 +121,8 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
-        """Returns `x` after row i of the blocks, or `x` itself if that row is padding."""
+        """Returns `x` after row i of the blocks, or `x` itself if that row is padding: the place
+        has `count` layers, of which `first` is the first."""
         weights, i = weights_and_number
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
         # A choice, not a conditional: stages with fewer layers run the same collectives.
@@ -187,7 +189,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
-        """Returns one array, [v, L / v, ...], with its places reordered."""
+        """Returns one array, [v, L / v, ...], with its v P places in the order `order`."""
         # Each place has equally many layers: unequal ones were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
@@ -223,7 +225,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
-        """Returns the rows of one value, [vP, ...], for this stage's places: [v, ...]."""
+        """Returns the rows of one value, [vP, ...], at `local_places`, this stage's: [v, ...]."""
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
@@ -281,7 +283,7 @@ def stored(
             ]
 
             def leaf(path, x):
-                # The model leaf whose path this one's ends with, or None.
+                """Returns a leaf of the state, changed if it is of the blocks or belongs to one."""
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.
                 is_block = i is not None and mesh.is_array(x) and leading[i] == x.shape[:dims]

@@ -6,6 +6,9 @@ ring of `ppermute` inside a stage is allowed: all devices run it.
 
 A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
 period of ticks in which the same lanes run on at least one stage; it is one `lax.scan`.
+
+`jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
+`carry.arrived` has the messages of this stage, and `row` the jobs and slots of a tick.
 """
 
 import functools

@@ -7,6 +7,8 @@ head after them. Messages are exchanged in every tick, and wait in slots until t
 them.
 
 A part is a step of a tick: embed, the three kinds of job, exchange, head, embed_backward.
+`jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
+`carry.arrived` has the messages of this stage, and `row` the jobs and slots of a tick.
 """
 
 import functools
@@ -177,8 +179,8 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
-        # The loop index, always 0, is added to the row. Otherwise nothing in the part depends on
-        # the loop, and XLA computes it before the loop, even if no iteration runs.
+        # The loop index, always 0, is added to the row. Otherwise XLA would compute all that does
+        # not depend on the loop before it, even if no iteration runs.
         return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):

@@ -39,7 +39,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
-        """Returns the results of `f`, and the residuals that are not among the known arrays."""
+        """Returns the results of `f`, and the residuals that are not among the known arrays. Leaves
+        the structure and the places of all residuals in `of_last_trace`."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # By identity: the residuals that are parameters or the microbatch are the same tracers.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
@@ -51,7 +52,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the transposed function, with the saved and the known residuals in order."""
+        """Returns the transposed function, whose residuals are the saved and the known arrays in
+        the order that `forward` left in `of_last_trace`."""
         structure, places = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if place is None else known[place] for place in places]

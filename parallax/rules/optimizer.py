@@ -94,7 +94,8 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
-        """Returns the specs of one group's state; `lead` dims of its `members` are layers."""
+        """Returns the specs of one group's state. Its `members` are paths of leaves whose first
+        `lead` dims are layers, and whose matrices are whole along the axes `names`."""
 
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)

@@ -96,7 +96,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns the error with a spec that would fit, if one may be advised."""
+        """Returns an error with a spec that would fit as its advice, unless the leaf's layers are
+        split."""
         # Without that axis each device would run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal

@@ -493,6 +493,7 @@ def _check(schedule: Schedule) -> None:
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
             "microbatch."
         )
+    # `when` has by lane the tick of each job, [M, places]; `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(

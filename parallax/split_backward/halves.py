@@ -256,7 +256,8 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`."""
+            """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`. `inits` and
+            `sliced` are the indices of the carry and of the sliced operands in this half."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
