@@ -52,7 +52,7 @@ def compile_for(options: argparse.Namespace) -> str:
 
     jax.config.update("jax_platforms", "cpu")
     if options.picture:
-        canvas.figure(1, 1)  # raises now, not after minutes
+        canvas.figure(1, 1)  # if matplotlib is missing, raises now and not after the compilation
     chosen, target = model(options), targets.target(options.target)
     step, arguments = _step(options, chosen, target)
     start = time.process_time()

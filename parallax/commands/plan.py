@@ -130,6 +130,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
     wording = validate.Wording(flag, precision_flag)
+    # Only to refuse an unknown precision, with a message that names the flag.
     Layout.parse(f"precision={options.precision}", wording=wording)
     plans = layouts.search(
         config,

@@ -116,12 +116,12 @@ class File:
         """Fills `into` with the tokens from place `first` on, or until the file ends. One system
         call may read only a part of them, so it is repeated.
         """
-        left, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
-        while left:
-            got = os.preadv(descriptor, [left], at)
+        unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
+        while unfilled:
+            got = os.preadv(descriptor, [unfilled], at)
             if not got:
                 return  # the file was cut short: `_open` finds its size changed
-            left, at = left[got:], at + got
+            unfilled, at = unfilled[got:], at + got
 
 
 def state_of(file: int | Path) -> State:

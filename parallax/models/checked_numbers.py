@@ -42,7 +42,9 @@ class Checked(NamedTuple):
     config: Any
 
     def whole(self, *fields: str, least: int = 1, most: int = LARGEST) -> None:
-        """Checks that these fields are whole numbers from `least` to `most`."""
+        """Checks that these fields are whole numbers from `least` to `most`, and stores them as
+        `int`.
+        """
         for field in fields:
             value = getattr(self.config, field)
             needs = f"{self.name} needs {field}"
@@ -59,10 +61,10 @@ class Checked(NamedTuple):
             object.__setattr__(self.config, field, number)
 
     def real(self, *fields: str, bound: Bound) -> None:
-        """Checks that these fields are real numbers within a bound."""
+        """Checks that these fields are real numbers within `bound`, and stores them as `float`."""
         for field in fields:
             value = getattr(self.config, field)
-            try:
+            try:  # nan stands for a value that is no number: no bound holds for it
                 number = math.nan if isinstance(value, str | bytes | bool) else float(value)
             except (TypeError, ValueError, OverflowError):
                 number = math.nan

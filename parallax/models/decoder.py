@@ -66,7 +66,9 @@ class Train(Protocol):
         limit: Float[ArrayLike, ""] | None = None,
         /,
     ) -> tuple[State, Info]:
-        """Returns the state after the step, and the step's loss and gradient norm."""
+        """Returns the state after the step, and the step's loss and gradient norm. The arguments
+        are those of `TrainStep.train`.
+        """
         ...
 
     def lower(self, state: PyTree, windows: Any, weights: Any = None, limit: Any = None, /) -> Any:

@@ -47,6 +47,7 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
     if not recording.is_on():
         return x
     names = axes(comms.axis.names)
+    # Dim 0 is the batch, and `dim` is split over the tensor axis, if the model has one.
     return _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
 
 

@@ -128,7 +128,7 @@ def run_blocks(
     unroll: int = 1,
 ) -> Any:
     """Returns `x` after these blocks, whose arrays have a first dim of layers. The compiled program
-    has the code of one layer, whatever L is.
+    has the code of `unroll` layers, whatever L is.
 
     If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
     losses and with their auxiliary values, [L, ...] each.

@@ -106,9 +106,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
         change_stacked = eqx.filter_vmap(change)  # for arrays [islands, ...]
 
         def changed(state):
-            """Returns the state with `change` applied to each tree of the model's shape: the models
-            and optimizers of the islands, the outer model and optimizer, the errors of
-            quantization, and the changes that are being exchanged.
+            """Returns the state with `change` applied to all parts that hold models, or trees like
+            them: the models and optimizers of the islands, the outer model and optimizer, the
+            errors of quantization, and the changes that are being exchanged.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),

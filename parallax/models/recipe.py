@@ -215,7 +215,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 def functions_of(setup: Setup) -> Functions:
     """Returns the family's functions `(embed, stage, head)` for a layout. They communicate, gather
-    weights that ZeRO-3 splits, and recompute in the backward pass as the layout says.
+    weights that ZeRO-3 splits, and recompute in the backward pass as the layout says. Taps name
+    their weights for `bisect`.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -393,7 +394,8 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     """Returns the function from an axis to the `tensor.Comms` with which the blocks communicate.
 
-    A module such as `context` is imported only for a layout that needs it.
+    The `Comms` of a tensor axis is the innermost; that of the context axis, and that of the
+    experts, wrap it. A module such as `context` is imported only for a layout that needs it.
     """
     layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms or tensor.comms

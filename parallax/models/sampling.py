@@ -99,7 +99,9 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
         """Returns the logits after one more token of each sequence, [B, V], and the cache."""
 
         def write(old, new):
-            """Returns the old keys or values [B, S, G, K] with new ones, [B, 1, G, K], written."""
+            """Returns the old keys or values [B, S, G, K] with the new ones, [B, 1, G, K], at place
+            `first`.
+            """
             return lax.dynamic_update_slice_in_dim(old, new, first, axis=1)
 
         return _run(parts, model, tokens[:, None], cache, first, write)
@@ -303,7 +305,8 @@ def _with_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each key, computed with a cache of keys and
-    values. `token_of` is the function of `_token_of`.
+    values. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
+    before it was -1.
     """
     # The last token is drawn and not computed, so the cache needs no place for it.
     row, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
@@ -328,7 +331,8 @@ def _without_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each key, each computed from the whole window.
-    `token_of` is the function of `_token_of`.
+    `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token before it
+    was -1.
 
     The tokens fill the first places of the window, and zeros the rest. When the window is full, it
     moves by one place for each token.

@@ -201,6 +201,7 @@ class Checkpoints:
                 folder and the newest good checkpoint.
         """
         self.wait()
+        # By path; in the form that all layouts share, if the run has a `form`.
         arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
         # The devices search for nan and inf while Orbax begins to write.
         lost = self._lost(arrays)
@@ -280,6 +281,8 @@ class Checkpoints:
             self.refused |= {
                 step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
             }
+        # The first process proposes a step, and all check its files. If they are bad, the step is
+        # refused on all processes, and the next older one is proposed.
         while True:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:
@@ -331,8 +334,8 @@ class Checkpoints:
         except OSError as error:
             found = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
-            self._come()
-            # All processes send texts of equal size; the first that is not blank counts.
+            self._come()  # some processes hash longer than others
+            # Each process sends a text of `TOLD` bytes; the first that is not blank counts.
             told = multihost_utils.process_allgather(
                 np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8)
             )

@@ -114,6 +114,7 @@ def differing(tree: PyTree) -> list[Differs]:
     same, words = jax.block_until_ready(
         _program(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
     )
+    # The words go to the host only if there is a difference to name.
     return [] if same else _named(np.asarray(words), placed)
 
 

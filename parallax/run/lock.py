@@ -63,7 +63,7 @@ class Lock:
         atexit.unregister(self.release)
         if self._file_lock.is_locked:
             with contextlib.suppress(OSError):
-                (self.folder / FILE).unlink()  # before the release: another run may lock it then
+                (self.folder / FILE).unlink()  # not after the release: it may be another run's then
             self._file_lock.release()
         _remove(self._created)
         self._created = []

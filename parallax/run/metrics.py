@@ -169,7 +169,7 @@ def jsonl(
     returns, the operating system has the line.
 
     If the storage fails for a while, lines wait in memory, and are written with the first line that
-    can be written again.
+    can be written again. An error that will not go away by itself is raised at once.
 
     Args:
         path: the file.

@@ -88,6 +88,7 @@ def initialize(
                 local_device_ids,
                 initialization_timeout=math.ceil(initialization_timeout) + SPARE,
                 heartbeat_timeout_seconds=heartbeat_timeout,
+                # With a local address, the service listens on this machine only.
                 coordinator_bind_address=coordinator if _is_local(coordinator) else None,
             )
     except ValueError as error:
@@ -227,7 +228,7 @@ def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
 def _shut_down(job: Job) -> None:
     """Waits until all processes have come here, and disconnects."""
     if job.peers:
-        job.peers.leave()
+        job.peers.leave()  # so that the others do not report this process as silent
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
     if job.peers:

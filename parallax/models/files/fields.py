@@ -41,6 +41,7 @@ class Number:
         fields disagree, or if a field is of another type.
         """
         stated: dict[str, Any] = {}
+        # Each of `names` has the default, unless the file states it.
         if self.default is not None:
             default = self.default(fields) if callable(self.default) else self.default
             stated = dict.fromkeys(self.names, default)

@@ -132,7 +132,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     numbers, origin = format_.numbers(model.config), model.config.origin
     widest = _widest({array.dtype for array in arrays.values()}).name
     fields = format_.fields.write(numbers, origin.fields, widest)
-    texts = {CONFIG: fields}
+    texts = {CONFIG: fields}  # the JSON files, by name
     if origin.generation is not None:
         texts[GENERATION] = json.loads(origin.generation)
     tokenizer = origin.tokenizer_files()
@@ -143,6 +143,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
         MEANT: format_.fields.fingerprint(numbers),
         WROTE: json.dumps(written_too),
     }
+    # Old files of an earlier save, which would not fit the new model. An old tokenizer stays if the
+    # model comes without one.
     gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     safetensors = tensors.library()
     try:

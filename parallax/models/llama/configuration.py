@@ -33,7 +33,7 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     `rope_theta` and in the object `rope_scaling`.
     """
     rope: dict[str, Any] = {}
-    for place in ("rope_scaling", "rope_parameters", None):
+    for place in ("rope_scaling", "rope_parameters", None):  # None: the field `rope_theta` itself
         record = (fields.get(place) if place else {"rope_theta": fields.get("rope_theta")}) or {}
         if not isinstance(record, dict):
             raise ValueError(
@@ -211,6 +211,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
             table[f"{path}.bias"] = of_layer(f"{theirs}_proj.bias", heads * K)
         if config.head_norms and ours != "value":
             table[f"{path}_norm.weight"] = of_layer(f"{theirs}_norm.weight", K)
+    # Mixtral numbers the matrices of an expert: w1 is the gate, w2 the down, w3 the up matrix.
     of_experts, moe = (*layers, ("expert", config.experts)), "block_sparse_moe"
     for part, number, shape in (("gate", 1, (F, D)), ("up", 3, (F, D)), ("down", 2, (D, F))):
         if config.experts:

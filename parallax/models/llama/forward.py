@@ -104,7 +104,8 @@ def mixed(
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
     """Returns the sum that the experts add to the residual stream, and statistics of the router.
 
-    `comms.wrap_experts` sends tokens to the experts that are split over devices.
+    `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
+    axis of experts, all experts are on this device: `axis=()`.
     """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
