@@ -199,6 +199,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             axes_of_several_devices(of_gradient - of_weight),
             axes_of_several_devices(of_weight - of_gradient),
         )
+        # A gradient of another shape is a share of ZeRO, and may vary where its parameter does not.
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs "

@@ -69,7 +69,7 @@ class Loop(NamedTuple):
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """Returns the program without calls, and its scans."""
+    """Returns the program with its calls inlined, and with the flat bodies of its scans."""
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
     )
