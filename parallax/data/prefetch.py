@@ -95,8 +95,8 @@ class Prefetched(Generic[Batch]):
         )
         if ahead < 1:
             raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
-        self._made: queue.Queue = queue.Queue(ahead)
-        self._left = threading.Event()
+        self._made: queue.Queue = queue.Queue(ahead)  # of pairs (batch, error)
+        self._left = threading.Event()  # set at the end of the `with` block
         self._thread = threading.Thread(
             target=self._run, args=(make, start, stop), name="prefetch", daemon=True
         )
@@ -131,6 +131,7 @@ class Prefetched(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        """Returns the next batch, or raises the error of `make`, or `StopIteration`."""
         made, error = self._made.get()
         if error is not None:
             self._made.put((None, error))  # the next call raises it again
@@ -142,5 +143,5 @@ class Prefetched(Generic[Batch]):
 
     def __exit__(self, kind, error, traceback):
         self._left.set()
-        if kind is None:
+        if kind is None:  # after an error in the block, the thread may hang in `make`
             self._thread.join()

@@ -52,6 +52,7 @@ class Shards:
         return int(self.starts[-1])
 
     def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
+        """Returns the tokens at these places of the joined text, read part by part."""
         starts = self.starts
         if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(

@@ -61,6 +61,7 @@ class File:
         self, places: Integer[np.ndarray, "*dims"] | int, /
     ) -> Integer[np.ndarray, "*dims"]: ...
     def __getitem__(self, places: Any, /) -> Any:
+        """Returns a view for a slice, and the tokens at `places` for an integer or an array."""
         if isinstance(places, slice):
             if places.step not in (None, 1):
                 raise IndexError(
@@ -87,6 +88,8 @@ class File:
         return tokens
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns the whole text, for `numpy.asarray`; `copy` is not used, since it is a new
+        array."""
         tokens = np.empty(len(self), self.dtype)
         with self._open() as descriptor:
             self._read(descriptor, tokens, 0)

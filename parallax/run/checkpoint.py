@@ -132,7 +132,7 @@ class Checkpoints:
         self.lose_at_most, self.keep = lose_at_most, keep
         self.form, self.finite = form, finite
         self.refused: dict[int, ValueError] = {}
-        self._saved = None if form is None else eqx.filter_jit(form.to_disk)
+        self._saved = None if form is None else eqx.filter_jit(form.to_disk)  # state -> stored form
         self._say = say if jax.process_index() == 0 else lambda line: None
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
@@ -155,7 +155,7 @@ class Checkpoints:
 
     def __exit__(self, kind, error, traceback):
         try:
-            if kind is None:
+            if kind is None:  # no error: the last save must end well
                 self.wait()
         finally:
             # After an error the writer may wait forever for other processes. Then the lock stays

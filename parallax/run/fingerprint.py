@@ -67,6 +67,7 @@ class Differs(NamedTuple):
             f"device {self.device} (process {self.process}) holds other bits of "
             f"{self.leaf} than {self.copies - self.alike}"
         )
+        # Without a majority the message says that it is not known which bits are right.
         doubt = "" if self.outvoted else ", and as many hold those: which are right is not known"
         return f"{where} of the {self.copies} devices that should hold the same{doubt}"
 

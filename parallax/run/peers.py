@@ -58,10 +58,11 @@ class Peers:
             "doing": "starting",
             "waits": True,
             "left": False,
-            "count": 0,
+            "count": 0,  # of entries: it stands still if the process does
         }
         self._closed = threading.Event()
         self._write_entry()
+        # Waits for the first entry of rank 0, and compares the names of the two jobs.
         first = client.blocking_key_value_get(f"{RANKS}0", int(1000 * limit))
         self._rank_0 = json.loads(first)
         if self._rank_0["name"] != self._entry["name"]:

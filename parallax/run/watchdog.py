@@ -54,8 +54,8 @@ class Watchdog:
             raise ValueError(f"Watchdog needs seconds above 0; got {seconds}.")
         self.job = job
         self.seconds, self.first = seconds, 10 * seconds if first is None else first
-        self._number: int | None = None
-        self._steps = 0
+        self._number: int | None = None  # of the current step
+        self._steps = 0  # that have begun
         # Before the first step, a rank restores and compiles, which both wait for all ranks. So a
         # late rank of several is probably not at fault.
         self._phase, self._waits = "start", job.processes > 1
@@ -69,7 +69,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_):
-        self._left.set()
+        self._left.set()  # ends the thread
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 

@@ -61,8 +61,8 @@ class Writer:
         self._meet, self._saves = orbax().multihost.get_barrier_sync_fn(), itertools.count()
         self._stages = Stages(name, self._meet)
         self.arrays = self._checkpointer()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None  # that finishes the last save
+        self._error: BaseException | None = None  # of that thread, until `check` raises it
 
     def write(self, record: Record, arrays: dict[str, Any], lost: Callable[[], list[str]]) -> None:
         """Begins to write a checkpoint. The arrays may be donated as soon as the call returns. No

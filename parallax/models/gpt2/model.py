@@ -179,7 +179,7 @@ class GPT2(eqx.Module):
         normal = initial(key, dtype, 6)
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         ones = functools.partial(jnp.ones, dtype=dtype)
-        residual = 0.02 / (2 * L) ** 0.5
+        residual = 0.02 / (2 * L) ** 0.5  # deviation of the 2 L layers that add to the stream
         self.config = config
         self.wte = vocabulary_rows(normal(config.rows, D), config.vocabulary)
         self.wpe = normal(config.context, D)

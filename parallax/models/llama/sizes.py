@@ -113,7 +113,7 @@ class Config:
         check = checked_numbers.Checked("llama.Config", self)
         check.whole("layers", "heads", "groups", "width", "hidden", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
-        if self.head_width == 0:
+        if self.head_width == 0:  # the default: D / H
             check.divides("width", "heads")
             object.__setattr__(self, "head_width", self.width // self.heads)
         check.divides("heads", "groups")
