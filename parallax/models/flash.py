@@ -97,9 +97,7 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments, by the pullback of `f`, which is traced without
-        types as `f` is.
-        """
+        """Returns the cotangents of the arguments, by the pullback, traced without types too."""
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):
