@@ -99,7 +99,7 @@ def permuted(
     """Returns the numbers at `places` in a permutation of 0 to `count` - 1 that the `keys` choose,
     in O(1) memory.
 
-    A Feistel network permutes all numbers of 2h bits, of which there are fewer than 4 `count`. A
+    A Feistel network permutes all numbers of 2h bits; there are fewer than 4 `count` of them. A
     result that is `count` or more goes through the network again until it is below `count`. This is
     a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
     """

@@ -104,7 +104,7 @@ class Prefetched(Generic[Batch]):
 
     def _run(self, make, start, stop):
         """Makes the batches, in the thread, and puts each into the queue as a pair (batch, error).
-        The last pair has an error: that of `make`, or `StopIteration`.
+        The last pair has an error: the error of `make`, or `StopIteration`.
         """
         for step in range(start, stop):
             try:

@@ -270,7 +270,7 @@ class _TrainArrays(NamedTuple):
     """A `Train` for a state with leaves that are not arrays, which `jax.jit` cannot take.
 
     Attributes:
-        train: the compiled step of the state's arrays alone.
+        train: the compiled step, which takes and returns only the state's arrays.
         static: the state's other leaves, which the step leaves unchanged.
     """
 
@@ -283,7 +283,7 @@ class _TrainArrays(NamedTuple):
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """Returns the lowered program of the state's arrays alone."""
+        """Returns the lowered program, which takes only the state's arrays."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -325,7 +325,7 @@ def loss_step(
 
     @jax.jit
     def run(arrays, windows, weights=None):
-        """Returns the loss of a model, given its arrays alone."""
+        """Returns the loss of a model. `arrays` is the model without its other leaves."""
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):

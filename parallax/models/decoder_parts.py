@@ -253,7 +253,7 @@ def embed(
 
     Each device looks up the rows that it has, and `comms` sums them over the devices that share the
     vocabulary. In a pipeline, all stages share it, and `across` is `tensor.copy_to` over the
-    stages: the first stage alone goes on with the sum, and backward its cotangent goes to all.
+    stages. Only the first stage uses the sum; in the backward pass, its cotangent goes to all.
 
     A token outside the vocabulary gives nan, unless its target and all later ones have a weight of
     0 in `weights`, as in padding: no loss depends on such a token.

@@ -22,7 +22,7 @@ GATHERED = ("data", "context")  # when a weight is used, these axes do not split
 def residual(x: Any, path: str, comms: Comms) -> Any:
     """Returns `x` of the residual stream, [B, T, D], with a tap.
 
-    A device may have a part of the tokens, in any order: the tap is told their places.
+    A device may have only some of the tokens, in any order, so the tap gets their positions.
     """
     if not recording.is_on():
         return x

@@ -394,8 +394,8 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     """Returns the function from an axis to the `tensor.Comms` with which the blocks communicate.
 
-    The `Comms` of a tensor axis is the innermost; that of the context axis, and that of the
-    experts, wrap it. A module such as `context` is imported only for a layout that needs it.
+    The function for the tensor axis is the innermost; the functions for context and for experts
+    wrap it. A module such as `context` is imported only for a layout that needs it.
     """
     layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms or tensor.comms

@@ -28,7 +28,7 @@ from parallax.models.decoder_parts import DecoderParts
 from parallax.models.family import Family
 from parallax.pipeline.checks import output
 
-NOTHING = -1  # in place of a token where the logits are nan
+NOTHING = -1  # in place of a token, if a logit is nan
 Prompt = Integer[Array | np.ndarray, " prompt"] | Sequence[int]
 
 

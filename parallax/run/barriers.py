@@ -79,7 +79,7 @@ class Stages:
         """Waits until all processes have ended this stage, and returns if all succeeded.
 
         A barrier carries no message, so a process answers by whether it comes. A process with an
-        error does not come to the barrier "well", where the others then wait in vain. If its error
+        error does not come to the barrier "well", so the others reach their deadline. If its error
         is not transient, it does not come to the barrier "again" either.
 
         Args:

@@ -159,7 +159,7 @@ class Checkpoints:
                 self.wait()
         finally:
             # After an error the writer may wait forever for other processes. Then the lock stays
-            # until the process ends, so that no other run writes beside this writer.
+            # until the process ends, so that no other run writes at the same time as this writer.
             if self._lock is not None and not self.saving():
                 self._lock.release()
                 self._lock = None

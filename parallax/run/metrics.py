@@ -195,7 +195,7 @@ def jsonl(
     failed_since = math.inf
 
     def sink(step, values):
-        """Writes the line of `step`, and those that wait."""
+        """Writes the line of `step`, and the lines that wait."""
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")
         try:

@@ -2,7 +2,7 @@
 read, with an error that names it, and the checkpoint is passed over.
 
 contents.json    the record alone, written first: it says to which run the folder belongs
-manifest.json    the record and, as `files`, the size and hash of every file beside it,
+manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
 Both files also have the number of their format.

@@ -24,7 +24,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F16": jnp.float16, "BF16": jnp.bfloat16, "F32": jnp.float32, "F64": jnp.float64}
 MERGE = "Merge it into its model first: peft's merge_and_unload(), then save_pretrained(folder)."
 # Keys of a file's metadata: the fingerprint of the configuration that its weights belong to, and
-# the files that were saved beside it, which a later save may remove.
+# the files that were saved in the same folder, which a later save may remove.
 MEANT, WROTE = "parallax.configuration", "parallax.beside"
 
 

@@ -49,7 +49,7 @@ def load(
             does not support; or the weights were saved with another configuration. A changed number
             inside a tensor is not noticed: the format has no checksum.
     """
-    Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
+    Config(vocabulary_multiple=vocabulary_multiple)  # a wrong argument: its error names no file
     return files.load(
         FORMAT, path, dtype=dtype, options={"vocabulary_multiple": vocabulary_multiple}
     )

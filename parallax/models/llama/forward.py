@@ -184,12 +184,12 @@ def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
     """
-    # float64 where it is enabled: an angle of 1e5 has few digits left in float32.
+    # float64 if it is enabled: an angle of 1e5 has few exact digits in float32.
     exact = jnp.result_type(float)
     K = config.head_width
     turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)
     if (scaling := config.scaling) is not None:
-        # `fast` is 1 for pairs that keep their speed, 0 for those that are slowed by the factor.
+        # `fast` is 1 for pairs that keep their speed, and 0 for pairs that the factor slows down.
         turns_of_old_context = scaling.original * turn / (2 * math.pi)
         fast = jnp.clip((turns_of_old_context - scaling.low) / (scaling.high - scaling.low), 0, 1)
         turn = turn * (fast + (1 - fast) / scaling.factor)

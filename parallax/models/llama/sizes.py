@@ -53,8 +53,8 @@ class Config:
     Args:
         layers: L, the number of blocks.
         heads: H, the number of heads of queries in each layer.
-        groups: G, the number of heads of keys and values, each of which H / G neighbouring heads of
-            queries share.
+        groups: G, the number of heads of keys and values. H / G neighbouring heads of queries share
+            one of them.
         width: D, the width of the residual stream.
         hidden: F, the number of hidden units of the feed-forward.
         context: the most tokens of a window.

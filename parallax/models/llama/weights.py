@@ -40,7 +40,7 @@ def load(
         ImportError: for the reasons of `gpt2.load`.
         ValueError: for the reasons of `gpt2.load`, or the model is of another kind.
     """
-    Config(vocabulary_multiple=vocabulary_multiple)  # what is wrong with it is no file's fault
+    Config(vocabulary_multiple=vocabulary_multiple)  # a wrong argument: its error names no file
     folder, file = locate(path, "llama.load")
     kind = read_json(folder / CONFIG).get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FORMATS:
