@@ -508,7 +508,10 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     before = tree
     # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
     # groups wait for each other, and those of most axes come first: all devices send in one order.
-    for group in sorted({*names} - {()}, key=len, reverse=True):
+    # Processes must trace one program, so groups of as many axes have the order of the leaves: that
+    # of a set would differ between processes.
+    groups = [group for group in dict.fromkeys(names) if group]
+    for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
         sums = axis.over(group).all_reduce(sequence_after([leaves[i] for i in members], before))
         for i, total in zip(members, sums, strict=True):

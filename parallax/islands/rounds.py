@@ -345,7 +345,7 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
     def hidden(x):
         """Returns `x` without the islands' axis in its type, as if all islands had the same."""
-        axes = tuple(set(names) & set(varying_axes(x)))
+        axes = tuple(name for name in varying_axes(x) if name in names)
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
