@@ -28,11 +28,11 @@ from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama, recipe
 from parallax.pipeline import lockstep, rows
 from parallax.plan import (
-    arguments,
+    closed_form,
     families,
     layouts,
-    planned,
     residuals,
+    state_bytes,
     traffic,
 )
 from parallax.plan.jobs import jobs, table_of, timed_ticks
@@ -259,12 +259,12 @@ def test_state_is_that_of_the_prepared_step():
         prepared = decoder.train_step(
             gpt2.FAMILY, config, optimizer, layout, world, batch=8, key=jax.random.key(0)
         )
-        assert arguments.parameter_bytes(config, layout) == held(prepared.shapes.model)
-        assert arguments.optimizer_bytes(config, layout, optimizer) == held(
+        assert state_bytes.parameter_bytes(config, layout) == held(prepared.shapes.model)
+        assert state_bytes.optimizer_bytes(config, layout, optimizer) == held(
             prepared.shapes.optimizer
         )
         rest = held(prepared.shapes.step) + held(prepared.shapes.scale)
-        assert arguments.batch_bytes(config, layout, 8) == 4 * 8 // layout.data * 65 + rest
+        assert state_bytes.batch_bytes(config, layout, 8) == 4 * 8 // layout.data * 65 + rest
 
 
 def kept_by_jax(layout, dtype):
@@ -393,7 +393,7 @@ def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
     # I takes longer than W, and is the dearest job in more than M of the ticks.
     size, waited = (
         traffic.sizes(gpt2.SMALL, layout, 8),
-        planned.waited(gpt2.SMALL, layout, 8, hardware.A100, kernel=False),
+        closed_form.waited(gpt2.SMALL, layout, 8, hardware.A100, kernel=False),
     )
     assert size.backward == 8 < waited.backward
     assert waited.forward + waited.backward + waited.weights == 30
@@ -457,21 +457,21 @@ def test_operations_are_those_of_the_papers():
     c, batch = gpt2.MEDIUM, 8
     s, h = c.context, c.width
     papers = 72 * batch * c.layers * s * h * h * (1 + s / (6 * h) + c.rows / (12 * h * c.layers))
-    assert planned.model_flops(c, batch) == pytest.approx(papers, rel=1e-12)
+    assert closed_form.model_flops(c, batch) == pytest.approx(papers, rel=1e-12)
     for layout in (
         Layout(),
         Layout(data=4, tensor=2),
         Layout(tensor=4, microbatches=2, sequence=True),
     ):
-        assert planned.device_flops(c, layout, batch) * layout.devices == pytest.approx(
+        assert closed_form.device_flops(c, layout, batch) * layout.devices == pytest.approx(
             papers, rel=1e-12
         )
     head = 6 * batch * s * h * c.rows
     # All of a block but its last product, whose result the next block keeps.
-    again = planned.device_flops(c, Layout(remat="block"), batch)
+    again = closed_form.device_flops(c, Layout(remat="block"), batch)
     last = 2 * batch * c.layers * s * 4 * h * h
     assert again - head == pytest.approx((papers - head) * 4 / 3 - last, rel=1e-12)
-    idle = planned.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
+    idle = closed_form.device_flops(c, Layout(stage=4, microbatches=8), batch) * 4
     assert idle - head == pytest.approx((papers - head) * 11 / 8, rel=1e-12)
     assert plan.plan(
         c, Layout(stage=4, microbatches=8), hardware.A100, batch=batch
@@ -480,14 +480,14 @@ def test_operations_are_those_of_the_papers():
         stage=4, microbatches=8, schedule="zero_bubble_lockstep"
     )  # of the products of weights 8 / 11 less, a third of them
     products = 72 * batch * c.layers * s * h * h
-    assert planned.device_flops(c, apart, batch) * 4 == pytest.approx(
+    assert closed_form.device_flops(c, apart, batch) * 4 == pytest.approx(
         idle + head - head - products / 3 * 3 / 8, rel=1e-12
     )
     assert plan.plan(c, apart, hardware.A100, batch=batch).bubble == pytest.approx(6 / 30)
     with pytest.raises(
         ValueError, match="computes or gathers again in the ticks of the input's gradient"
     ):
-        planned.check(c, dataclasses.replace(apart, remat="block"), batch)
+        closed_form.check(c, dataclasses.replace(apart, remat="block"), batch)
 
 
 def test_what_is_computed_again_is_read_and_written_again():

@@ -125,10 +125,7 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns the sums, an output and a log-sum-exp per chunk of queries, after these pairs.
-
-        The pairs come one after another, since several may have the same queries.
-        """
+        """Returns the sums, an output and a log-sum-exp per chunk of queries, after these pairs."""
 
         def add_pair(sums, pair):
             """Returns the sums with the attention of one chunk of queries to one of keys."""
@@ -144,13 +141,11 @@ def _forward(ring: _Ring, q, k, v, segments):
             new_sums = [x.at[query_chunk].set(new) for x, new in zip(sums, merged, strict=True)]
             return tuple(new_sums), None
 
+        # One pair after another, since several may have the same queries.
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Sends on the keys of hop h, which have arrived, and adds their pairs to the sums.
-
-        Returns the keys of the next hop and the sums.
-        """
+        """Returns the keys of the next hop, and the sums with the pairs of the keys of hop h."""
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
