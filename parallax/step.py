@@ -254,7 +254,7 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
         apart = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
         raise ValueError(
             "step.make: after_update must return a model of the structure that it takes, as "
-            "eqx.tree_at does; of what it returned "
+            "eqx.tree_at does; in the returned model "
             f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
         )
     for path, leaf in old.items():
@@ -439,8 +439,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; needed {len(needed)}. Give the model that "
-            "was prepared."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Give the model "
+            "that was prepared."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):

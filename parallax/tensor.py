@@ -405,8 +405,8 @@ def check_row(
     if axis.size() > 1 and names <= set(varying_axes(x)) and not names & set(varying_axes(weight)):
         raise ValueError(
             f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{weight.shape}, is the same on its {axis.size()} devices, and the sum would count it "
-            f"as often. Split it by P({axis.names!r})."
+            f"{weight.shape}, is the same on its {axis.size()} devices, so the sum would count it "
+            f"once for each device. Split it by P({axis.names!r})."
         )
 
 

@@ -459,7 +459,7 @@ ERRORS = {
     "a device with 3 of 12 heads of queries, an axis of 4 devices, cuts a group in two": {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
-    "needs heads=(of queries, of keys) of the whole model": {"heads": (6, 4)},
+    "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
     "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Use "
     "sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
@@ -475,7 +475,7 @@ ERRORS = {
     "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Use sequences of 8": {
         **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2), "attend": through(context.gathered)}
     },
-    "An order needs each chunk once, and as many on each of 2 devices; got [[0], [0]].": {
+    "An order needs each chunk once, and equally many chunks on each of 2 devices; got [[0], ": {
         "order": lambda n: [[0]] * n
     },
 }
@@ -498,7 +498,9 @@ def test_keys_that_nobody_picked_are_refused():
     )
     with pytest.raises(
         ValueError,
-        match=re.escape("q, of 2 heads, differs along ['tensor'], and k, of 2, is the same there"),
+        match=re.escape(
+            "q, of 2 heads, differs along ['tensor'], and k, of 2 heads, is the same there"
+        ),
     ):
         jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)
 

@@ -216,8 +216,8 @@ def lowered(family, config, layout, **compute):
 
 
 REFUSED = {
-    "Bare's family has no `context_attention`, so that a token would see only those of its own "
-    "device": (
+    "Bare's family has no `context_attention`, so each token would see only the tokens of its "
+    "own device": (
         bare.FAMILY,
         bare.Config(),
         {},

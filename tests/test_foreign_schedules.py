@@ -96,14 +96,14 @@ REFUSED = {
     "a deadlock": (
         "0B0,0F0\n1F0,1B0\n",
         "stage 0 waits for ever before backward of microbatch 0 at place 0: it needs backward of "
-        "microbatch 0 at place 1, on stage 1, which comes in no tick before. Change the order of "
-        "one of the two stages.",
+        "microbatch 0 at place 1, on stage 1, which has run in no earlier tick. Change the order "
+        "of one of the two stages.",
     ),
     "one forward alone": (
         "0F0,0B0\n1F0,1B0,1F1\n",
         "stage 1 waits for ever before forward of microbatch 1 at place 1: it needs forward of "
-        "microbatch 1 at place 0, on stage 0, which comes in no tick before. Change the order of "
-        "one of the two stages.",
+        "microbatch 1 at place 0, on stage 0, which has run in no earlier tick. Change the order "
+        "of one of the two stages.",
     ),
     "no weights": (
         "0F0,0I0,0W0\n1F0,1I0\n",
@@ -112,29 +112,29 @@ REFUSED = {
     ),
     "another number of places": (
         "0F0,0B0,2F0,2B0\n1F0,1B0\n",
-        "All stages need as many places of the model; got 2, 1.",
+        "All stages need equally many places of the model; got 2, 1.",
     ),
     "the first elsewhere": (
         "1F0,1B0\n0F0,0B0\n",
-        "Place 0 of the model must be on stage 0, where what enters is at hand; got [[1, 0]]. "
-        "Number the stages from it on.",
+        "Place 0 of the model must be on stage 0, which has the batch; got [[1, 0]]. Number the "
+        "stages so that stage 0 has place 0.",
     ),
     "a gap in the places": (
         "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3 where place 2 "
-        "comes next. Number the places without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3, and the "
+        "next place without a stage is 2. Number the places without a gap, each on one stage.",
     ),
     "a gap in the places of a file by ticks": (
         "tick,stage 0\n0,0F0\n1,2F0\n2,2I0\n3,2W0\n4,0I0\n5,0W0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2 where place 1 "
-        "comes next. Number the places without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2, and the "
+        "next place without a stage is 1. Number the places without a gap, each on one stage.",
     ),
     "a place twice": (
         "0F0,1F0,1B0,0B0\n1F0,2F0,2B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1 where place 2 "
-        "comes next. Number the places without a gap, each on one stage.",
+        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1, and the "
+        "next place without a stage is 2. Number the places without a gap, each on one stage.",
     ),
-    "no job": ("tick,stage 0\n0,\n", "All stages need as many places of the model; got 0."),
+    "no job": ("tick,stage 0\n0,\n", "All stages need equally many places of the model; got 0."),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
         "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, "

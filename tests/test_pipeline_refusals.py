@@ -88,8 +88,8 @@ CURE = (
 ELSEWHERE = (
     "which is split over 'stage': each device has the blocks of its own stage there, and their "
     "gradient would be missing. What depends on them goes into the stage, which may add a term to "
-    "the loss: return pipeline.Output(x, loss=...). A weight that all stages and the ends use "
-    "does not belong to the blocks."
+    "the loss: return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
+    "use does not belong in the blocks."
 )
 MISUSES = {
     "head": (

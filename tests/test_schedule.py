@@ -712,7 +712,10 @@ FILES = {
         "{path}: backward of microbatch 0 runs in no tick on stage 0. Add it, or number the "
         "microbatches from 0 without a gap.",
     ),
-    "no ticks": ("tick,stage 0\n", "{path}: All stages need as many places of the model; got 0."),
+    "no ticks": (
+        "tick,stage 0\n",
+        "{path}: All stages need equally many places of the model; got 0.",
+    ),
 }
 
 

@@ -242,8 +242,8 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
         P(),
         "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, "
-        "8), is the same on its 4 devices, and the sum would count it as often. Split it by "
-        "P('tensor').",
+        "8), is the same on its 4 devices, so the sum would count it once for each device. Split "
+        "it by P('tensor').",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),

@@ -201,9 +201,9 @@ def grad_fn(case, axis, algorithm=xla):
 
 REFUSALS = (
     "as a share does",
-    "stands inside another one",
+    "is inside another one over the same axis",
     "A norm is taken inside a function",
-    "stands around grads.clipped",
+    "wraps grads.clipped",
     "is the same along",
 )
 

@@ -179,8 +179,8 @@ def record(
     if not recorder.reports:
         raise ValueError(
             "bisect.record needs a program with taps, traced now; this one reported nothing. Put "
-            "bisect.tap into the model, and let `run` make the function: one that was traced "
-            "before keeps what it was."
+            "bisect.tap into the model, and let `run` make the function: a function that was "
+            "traced before reports nothing."
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)

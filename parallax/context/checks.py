@@ -40,7 +40,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
             raise ValueError(
                 f"context: the layers send nothing along {sorted(names)}, which splits their "
-                "tokens, so that a token would see those of its own device alone. Attend by "
+                "tokens, so each token would see only the tokens of its own device. Attend by "
                 "comms.wrap_attention(attend)(q, k, v), or use a layout without context."
             )
         return layers(*arguments)
@@ -304,8 +304,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:
         raise ValueError(
-            f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G}, is the same there: "
-            f"where heads are split over {q_axes}, pick the keys of these queries, and where they "
+            f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G} heads, is the same "
+            f"there. If the heads are split over {q_axes}, pick the keys of these queries. If they "
             "are not, pass k and v through lax.pcast(..., to='varying')."
         )
 
@@ -337,9 +337,9 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
     whole, groups = heads
     if whole % groups or whole % H:
         raise ValueError(
-            f"{name} needs heads=(of queries, of keys) of the whole model, the first a multiple of "
-            f"the second, and of the {H} heads of queries that a device has; got ({whole}, "
-            f"{groups})."
+            f"{name} needs heads=(heads of queries, heads of keys) of the whole model. The first "
+            f"must be a multiple of the second, and of the {H} heads of queries on a device; got "
+            f"({whole}, {groups})."
         )
     group = whole // groups  # the number of query heads that share a key head
     # A device's query heads must be whole groups, or lie inside one group.

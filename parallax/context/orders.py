@@ -52,8 +52,8 @@ def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
     numbers = sorted(itertools.chain(*table))
     if len(table) != n or len(counts) != 1 or numbers != list(range(len(numbers))):
         raise ValueError(
-            f"An order needs each chunk once, and as many on each of {n} devices; got {table}. Use "
-            "context.zigzag, or correct it."
+            f"An order needs each chunk once, and equally many chunks on each of {n} devices; got "
+            f"{table}. Use context.zigzag, or correct it."
         )
     return np.array(table, dtype=np.int32)
 

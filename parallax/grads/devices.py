@@ -354,8 +354,8 @@ def local_gradients(
     shares = _shares(params, names)
     if unclear := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
-            f"A gradient function over {unclear} stands inside another one over the same axis, "
-            "some of whose parameters are shares there, and no type tells those from copies. "
+            f"A gradient function over {unclear} is inside another one over the same axis. Some of "
+            "its parameters are shares along that axis, and no type tells shares from copies. "
             f"Average the inner gradients by hand: lax.pmean(gradients, {unclear[0]!r})."
         )
     # Along an axis of which an enclosing function declared all parameters varying, they are copies.
@@ -491,8 +491,8 @@ class _Program:
             raise ValueError(
                 f"The loss is the same along {name!r}, so it was reduced over it already, by "
                 "lax.pmean or the like, and averaging over that axis would divide its gradients "
-                "once more. Return each device's own loss. If the loss is the whole one on every "
-                f"device, use grads.summed(grad, {name!r})."
+                "once more. Return each device's own loss. If every device computes the whole "
+                f"loss, use grads.summed(grad, {name!r})."
             )
 
 

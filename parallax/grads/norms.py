@@ -70,7 +70,7 @@ def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
     than those of the step, which `clipped_gradients` names for the message."""
     if isinstance(grad, Clipped):
         raise ValueError(
-            f"{wrapper} stands around grads.clipped, which would clip {clipped_gradients} instead "
+            f"{wrapper} wraps grads.clipped, which would clip {clipped_gradients} instead "
             f"of the gradients of the step. Exchange the two: grads.clipped({wrapper}(...), "
             "max_norm), or use step.make(..., max_norm=...)."
         )

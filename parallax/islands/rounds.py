@@ -303,9 +303,9 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         """Returns a leaf [1, ...] without its first dim."""
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
-                "islands.local needs the state that islands.init makes, of [islands, ...] split "
-                f"over {names}; on a device {trees.dotted(path)} is of shape {x.shape}, and its "
-                "first dim must be 1."
+                "islands.local needs the state that islands.init makes, arrays [islands, ...] "
+                f"split over {names}, so that their first dim on a device is 1; "
+                f"{trees.dotted(path)} has the shape {x.shape} there."
             )
         return x[0]
 

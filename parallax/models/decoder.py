@@ -442,7 +442,7 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
             missing = f"{family.model.__name__}'s family has no `context_attention`"
         raise ValueError(
             f"decoder: the layout splits tokens over context={layout.context}, and {missing}, so "
-            "that a token would see only those of its own device. Use "
+            "each token would see only the tokens of its own device. Use "
             "Compute(context_attention=context.causal_attention) where attention is "
             "softmax(q k^T / sqrt(K)) v, or context.ulysses."
         )

@@ -184,15 +184,15 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
         raise ValueError(
-            f"All stages need as many places of the model; got {', '.join(map(str, counts))}."
+            f"All stages need equally many places of the model; got {', '.join(map(str, counts))}."
         )
     homes = sorted((place, stage) for stage, of_stage in enumerate(places) for place in of_stage)
     for expected, (place, stage) in enumerate(homes):
         if place != expected:
             raise ValueError(
                 f"Each place of the model, from 0 on, needs one stage; stage {stage} has place "
-                f"{place} where place {expected} comes next. Number the places without a gap, each "
-                "on one stage."
+                f"{place}, and the next place without a stage is {expected}. Number the places "
+                "without a gap, each on one stage."
             )
     return np.array(places).T  # from [stages, chunks]
 

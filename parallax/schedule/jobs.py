@@ -86,7 +86,7 @@ def start_times(
             missing = next(cause for cause in needs(job, last) if cause not in stops)
             raise ValueError(
                 f"stage {stage} waits for ever before {job}: it needs {missing}, on stage "
-                f"{homes[missing.place]}, which comes in no tick before. Change the order of one "
-                "of the two stages."
+                f"{homes[missing.place]}, which has run in no earlier tick. Change the order of "
+                "one of the two stages."
             )
     return starts

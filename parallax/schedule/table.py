@@ -146,8 +146,8 @@ class Schedule:
             )
         if placement[:, 0].min() != 0:
             raise ValueError(
-                "Place 0 of the model must be on stage 0, where what enters is at hand; got "
-                f"{placement.tolist()}. Number the stages from it on."
+                "Place 0 of the model must be on stage 0, which has the batch; got "
+                f"{placement.tolist()}. Number the stages so that stage 0 has place 0."
             )
         # The record is frozen, so this is the way to set a field.
         object.__setattr__(self, "placement", placement)
