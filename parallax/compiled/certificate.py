@@ -6,7 +6,8 @@
     print(*certificate.differences(entries, predicted), sep="\\n")
 
 A loop's body counts once for each trip. XLA numbers the devices; the mesh says along which axes a
-group of them lies.
+group of them lies. In a *chain* each collective waits for the one before; its length is counted in
+`hops`.
 """
 
 import functools
@@ -181,6 +182,7 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
         # The prediction's hops are those of arrays one after another, an upper bound.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
+        # A whole multiple of the prediction is often a loop, or an operation that ran twice.
         times = actual // expected if expected and actual % expected == 0 else 1
         hint = "."
         if times > 1:
@@ -237,7 +239,7 @@ def _chain(
             index = re.search(r"\bindex=(\d+)", instruction.attributes)
             before = [elements[instruction.operands[0]][int(index[1])]] if index else before
         ends[instruction.name] = _longest(before) + _inside(program, instruction, key, known)
-        longest |= ends[instruction.name]
+        longest |= ends[instruction.name]  # the larger count of each key
     known[name] = longest
     return longest
 
@@ -248,8 +250,11 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns the longest chains in one instruction. A collective is a chain of one. Another
-    instruction has the chains of the computations that it runs, once for each trip of a loop."""
+    """Returns, for each key, the length of the longest chain of its collectives in one instruction.
+
+    A collective is a chain of one. Another instruction has the chains of the computations that it
+    runs, once for each trip of a loop. `known` is as in `_chain`.
+    """
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []

@@ -212,11 +212,14 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
+    # `counted` reads the trips of loops from their conditions. `joined` writes messages between TPU
+    # slices as collectives; it finds the number of devices of a slice in `text`.
     return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
 
 
 def _instruction(name: str, definition: str) -> Instruction:
-    """Returns the instruction of a line `name = definition`."""
+    """Returns the instruction of a line `name = definition`, where the definition is `type
+    opcode(operands), attributes`, and the type may be a tuple in brackets."""
     if definition.startswith("("):
         result, call = _closed(definition)
     else:

@@ -3,7 +3,8 @@
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes its operations or its bytes
 over the chip's rates, whichever is longer. The bytes are those that it reads and writes: only the
-part, if an array is sliced or updated in place.
+part, if an array is sliced or updated in place. `hardware.clock` is 0 but for TPUs, and
+`hardware.reached` has the shares that programs reach of the memory's rate and of the links'.
 """
 
 import math

@@ -64,7 +64,7 @@ def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
     """Returns a `recv` as the start of its collective, which waits for the operands of its
     `send`."""
-    array = line.result.split(", u32[]", 1)[0]
+    array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands
     if rendezvous and rendezvous[1] in sends:
@@ -81,7 +81,7 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         attributes = f"source_target_pairs={{{pairs}}}, {line.attributes}"
         return line._replace(
             opcode="collective-permute-start",
-            result=f"{array}, {array}",
+            result=f"{array}, {array}",  # a start returns its operands and its results
             operands=operands,
             attributes=attributes,
         )

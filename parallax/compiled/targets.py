@@ -267,6 +267,7 @@ def _gpus(chip: str, count: int) -> Any:
     machines = math.ceil(count / MACHINE)
     if count % machines:
         raise ValueError(f"{count} GPUs do not divide into machines of {MACHINE}")
+    # Groups of machines, machines of a group, GPUs of a machine.
     shape = f"1x{machines}x{count // machines}"
     return _topologies().get_topology_desc(
         platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape

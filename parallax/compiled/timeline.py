@@ -143,7 +143,8 @@ def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
     """Returns the trips of a loop in this run of it.
 
     The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
-    that runs in every other tick of a pipeline. Means are added up, and the whole part is run.
+    that runs in every other tick of a pipeline. Each run then adds the mean to `state.due`; the
+    whole trips in this sum are run, and the fraction stays for later runs.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -223,7 +224,7 @@ class _Replay:
             if line.opcode == "while":
                 for _ in range(_trips(line, state)):
                     self._computation(_body(line), state)
-            elif line.opcode in ("call", "conditional"):
+            elif line.opcode in ("call", "conditional"):  # all branches of a conditional
                 for called, _ in line.called:
                     self._computation(called, state)
             elif line.opcode.endswith("-done"):

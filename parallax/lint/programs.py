@@ -57,7 +57,8 @@ def program(
       an output of the same shape and spec (their gradient, or their update), and a batch by the
       lack of one. Programs that also send along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
-      splits (hidden units, heads), whose result meets that dim again without a collective between.
+      splits (hidden units, heads), with no collective before its result is combined with an array
+      that has that dim.
       Also a reduction over groups if a device has one element of each.
     * `parts-of-a-split-dim`: slices of such a dim that are joined with each other. Examples are a
       fused matrix that is split by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If

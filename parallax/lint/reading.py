@@ -3,7 +3,9 @@ mistakes are noted. A loop's body is followed again until the facts of its carri
 
 A `Flat` program is a list of operations (`Node`s), whose values are numbered. A `Value` has the
 facts of one value: `differs`, the axes along which it differs between devices; `trip`, the depth of
-the innermost loop that changes it; its `dims`. `sent` is the collective of a node, or None.
+the innermost loop that changes it; its `dims`; the `shard`, the argument whose elements it has.
+`sent` is the collective of a node, or None. A collective of this library is one equation, whose
+jaxpr `ours` returns.
 """
 
 import contextlib
@@ -167,12 +169,12 @@ class Reading:
         ]
 
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the numbers of an operation that does not communicate."""
+        """Returns the facts of the results' numbers, for an operation that does not communicate."""
         if node.name in mistakes.PRODUCTS and not self.silent:
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
             return [Value(differs=self._large(in_tuple(node.eqn.params["axis_name"])))]
-        if node.name != CHOSEN:
+        if node.name != CHOSEN:  # the branches of a conditional were opened into this program
             self._read_kernels(node, inputs)
         # The sums and carries of the innermost loop that the result is a linear function of.
         parts = frozenset()
@@ -206,8 +208,9 @@ class Reading:
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
-        arguments, results = shard_map.enter(jaxpr, params, inputs, self.ours)
-        returned = self.read(self.flat(jaxpr, node), arguments, results)
+        # Its specs give the facts of the body's arguments, and how its results are split.
+        arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
+        returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside
         for finding in shard_map.findings.values():
             self.note(finding)
@@ -226,7 +229,7 @@ class Reading:
         """
         eqn, program = node.eqn, self.body(node)
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
-        carries = [i - skipped for i, _ in flat.carried(eqn)]
+        carries = [i - skipped for i, _ in flat.carried(eqn)]  # their places among `arguments`
         arguments = inputs[skipped:]
         trips = eqn.params.get("length")
         depth = len(self.loops) + 1
@@ -349,6 +352,7 @@ class Reading:
         aval, *avals = jaxprs.types(node.eqn.invars)
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
+        # Only floating-point operands have gradients, which a lost mark makes wrong.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         inputs_lost, outputs_lost = (
             [axes for aval in avals if (axes := along - set(types.axes_of_type(aval)))]

@@ -99,7 +99,7 @@ def _whole(
     """
 
     def rank(pair):
-        """Returns a sort key: axes that do not split the batch, then large axes and large dims."""
+        """Returns a sort key: first axes that do not split the batch, then large axes and dims."""
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 
@@ -107,6 +107,7 @@ def _whole(
     if not split:
         return []
     axis, dim = min(split, key=rank)
+    # The rule in Python, for the advice: the dims before `dim` have no axis.
     code = f"{match(path, P(*[None] * dim, axis))}"
     if axis in batch_axes:
         code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"

@@ -175,7 +175,9 @@ class ShardMap:
     ) -> Dims | None:
         """Returns the dims of a gathered array; None if its blocks are not in order.
 
-        They are in order if the innermost axes of the dim are gathered, in their order.
+        They are in order if the innermost axes of the dim are gathered, in their order. Notes
+        floating-point blocks out of order; integers are data, such as tokens of a batch, whose
+        order does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._large(node.sent.axes if node.sent else ())

@@ -269,7 +269,7 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         kind = "sum"
     else:
         kind = "scatter" if after < before else "gather" if after > before else "exchange"
-    return Sent(kind, tuple(sorted(axes)), True)
+    return Sent(kind, tuple(sorted(axes)), True)  # made of `ppermute`s
 
 
 def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sent]:

@@ -68,7 +68,8 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__` at its first use; most of them are in `planned`."""
+    """Imports a name of `__all__` at its first use: from its file in `_FILES`, or else from
+    `closed_form`."""
     if name in __all__:
         return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'closed_form')}"), name)
     raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

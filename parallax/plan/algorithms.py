@@ -16,6 +16,7 @@ from parallax.plan.seconds import span
 from parallax.plan.traffic import LAX, Term
 from parallax.plan.units import Number
 
+# The functions of `jax.lax`, with their names in `networks`.
 KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "all_gather"}
 
 

@@ -11,7 +11,9 @@ of matrix products, passes over memory and messages. Overlap would shorten it.
 Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor
 devices, b sequences of a microbatch. A `Sizes` has the sizes of a microbatch on a device, and how
 often a step calls each part: `forward` and `backward` passes of a stage, gradients of its `weights`
-and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device.
+and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a model
+without closed forms. `kernel` says whether attention runs in a kernel that keeps no scores, and
+`hardware.short` is the bytes of a number in a 16-bit type.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -87,7 +89,7 @@ class Memory(NamedTuple):
         for buffer in self.held[:LARGEST]:
             file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
             kind = f"{buffer.what}, {file}"
-            size = min(buffer.bytes, others)  # some of them may live on the chip
+            size = min(buffer.bytes, others)  # some may lie in the chip's own memory
             named[kind] = named.get(kind, 0) + size
             others -= size
         kinds = {
@@ -200,9 +202,10 @@ class Plan:
     @property
     def overlapped(self) -> Number:
         """Seconds of a step if all messages over the replicas overlap the rest of the step."""
-        over_replicas = {"replica", "data"}
-        beside = sum(taken for axes, taken in self.along.items() if over_replicas.issuperset(axes))
-        return max(self.seconds.total - beside, beside)
+        replica_axes = {"replica", "data"}
+        hidden = sum(taken for axes, taken in self.along.items() if replica_axes.issuperset(axes))
+        # The longer of the two: the rest of the step, or the messages beside it.
+        return max(self.seconds.total - hidden, hidden)
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
@@ -245,12 +248,12 @@ def plan(
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     # The bytes are those of all calls; the time is that of the calls that a tick waits for.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
-    takes = waited(config, layout, batch, hardware, kernel)
-    awaited = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=takes)
-    fastest = algorithms.chosen(awaited, layout, hardware)
-    along = algorithms.messages(awaited, layout, hardware, fastest)
+    timed = waited(config, layout, batch, hardware, kernel)
+    timed_terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=timed)
+    fastest = algorithms.chosen(timed_terms, layout, hardware)
+    along = algorithms.messages(timed_terms, layout, hardware, fastest)
     work = Work(model_flops(config, batch), device_flops(config, layout, batch))
-    made = Plan(
+    planned = Plan(
         config=config,
         layout=layout,
         hardware=hardware,
@@ -258,9 +261,9 @@ def plan(
         work=work,
         traffic=tuple(terms),
         seconds=Seconds(
-            products=_flops(config, layout, takes)
+            products=_flops(config, layout, timed)
             / (_rate(hardware, layout) * hardware.efficiency),
-            passes=_passes(config, layout, batch, hardware, takes, kernel) / hardware.bandwidth,
+            passes=_passes(config, layout, batch, hardware, timed, kernel) / hardware.bandwidth,
             messages=sum(along.values()),
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
         ),
@@ -270,16 +273,17 @@ def plan(
         - 3
         * layout.microbatches
         * layout.chunks
-        / (takes.forward + takes.backward + takes.weights),
+        / (timed.forward + timed.backward + timed.weights),
         optimizer=optimizer,
         axes=axes,
         algorithms=fastest,
         attention_kernel=kernel,
     )
     if not hardware.fresh:  # accelerators: the plan then traces nothing until `memory` is read
-        return made
-    fresh = hardware.fresh * made.memory.temporaries
-    return dataclasses.replace(made, seconds=made.seconds._replace(fresh=fresh))
+        return planned
+    # `hardware.fresh` is the seconds for each byte that the system hands out.
+    fresh = hardware.fresh * planned.memory.temporaries
+    return dataclasses.replace(planned, seconds=planned.seconds._replace(fresh=fresh))
 
 
 def has_kernel(
@@ -289,7 +293,7 @@ def has_kernel(
     the recipe's choice, which is such a kernel on TPUs. Over a context axis there is none."""
     if layout.context > 1:
         return False
-    if asked is None:
+    if asked is None:  # the TPU kernel needs a multiple of 128 tokens
         return hardware.platform == "tpu" and config.context % 128 == 0
     return asked
 
@@ -298,8 +302,9 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     """Returns the sizes of a step, with the calls that its time consists of.
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
-    the most expensive job of the tick, and only that one counts. F, I and W (forward, backward,
-    weights) cost the seconds of their products and passes over memory.
+    the most expensive job of the tick, and only that one counts. A call of F, I or W (forward,
+    backward, weights) costs the seconds of its products and of its passes over memory. `kernel`
+    says whether attention keeps no scores.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -411,6 +416,9 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
+    # The share of a layer's products with weights that runs again. The last product, of
+    # `layer.last` of the `layer.weights` numbers, does not: its result is kept, as the input of
+    # the next layer or stage.
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
     # The vocabulary is split over the stages too. Forward and both gradients: 3 products of 2.
@@ -469,8 +477,9 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line with the share of the parameters that ZeRO cannot split, since none of their
-    dims divides. Returns no line if the share is below 1 %."""
+    """Returns a line with the share of the parameters that ZeRO cannot split: those of leaves
+    without a dim that is a multiple of n, the devices that would split it. Returns no line if the
+    share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)

@@ -108,7 +108,7 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
         young(between, save),
         saves,
         restarts,
-        1 - 1 / taken - saves - restarts,
+        1 - 1 / taken - saves - restarts,  # all other lost time repeats steps
     )
 
 

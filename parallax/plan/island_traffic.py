@@ -49,6 +49,7 @@ def terms(
         move = Axis.of(along).algorithm.all_reduce
         for leaf in state_bytes.leaves(config, layout):
             count = leaf.share if layout.zero == 3 else leaf.elements
+            # One call in a round, over `islands` devices, of numbers of `wide` bytes.
             yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)
 
     return [term for term in found() if islands > 1]

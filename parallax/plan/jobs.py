@@ -59,7 +59,7 @@ def jobs(layout: Layout) -> Jobs:
         # Every tick sends one message for each distance between stages that the table uses.
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
-            *(M * v, M * v, M, table.ticks, M * v),
+            *(M * v, M * v, M, table.ticks, M * v),  # forward, backward, heads, last, weights
             slots=table.slot_count,
             deferred=table.deferred_count,
             arrivals=table.arrival_count + 1,  # one for ticks in which nothing arrives
@@ -80,6 +80,7 @@ def jobs(layout: Layout) -> Jobs:
     # XLA unrolls a loop of one tick, and drops its send, which nobody reads. A single microbatch is
     # embedded only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
+    # In lockstep no slots are kept for arrivals: 0.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
 

@@ -198,6 +198,7 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     the model and the batch. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
+        # The vocabulary (`rows`) is split over both axes, heads and feed-forward over tensor only.
         if (
             remainder
             or config.rows % (tensor * stage)

@@ -127,6 +127,8 @@ def peak(
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
+                # The carry of a loop that is a result of the step is no temporary, nor is the array
+                # that it starts from.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the old one's place if the trip no longer reads that.

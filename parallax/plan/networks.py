@@ -107,6 +107,7 @@ class Nested(NamedTuple):
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
+            # A level counts only if some message stays in its groups and leaves those below.
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
@@ -215,6 +216,7 @@ def seconds(
             f"networks.seconds needs tables of {group.size} devices and groups that fill "
             f"{network.devices}; got tables of {routes[0].n} and a stride of {group.stride}."
         )
+    # The bytes of a block in each route, rounded up: an all-gather takes one block, the others n.
     block = (
         -(-nbytes // len(routes))
         if kind == "all_gather"

@@ -107,7 +107,11 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks; the other collectives of `jax.lax` cost as much as halving."""
+    n - 1 blocks; the other collectives of `jax.lax` cost as much as halving.
+
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and bytes
+    added to others.
+    """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)

@@ -113,6 +113,7 @@ def trace(
     habits = compiler_copies.backend(platform, hardware.name if hardware is not None else "")
     reading = Reading(platform, habits)
     arguments = [_argument(var) for var in jaxpr.invars]
+    # All results are needed, and each has one reader: the caller.
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
     is_read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit drops the others
