@@ -15,7 +15,8 @@ A tree of specs, as `rules.specs` makes with `rules.fsdp`, gives the dim of each
 its entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and is
 all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
 the axes that its spec names, and summed over the others. It is not summed over axes that split the
-parameter itself (experts). A mean divides by the size of all axes.
+parameter itself (experts). A mean divides by the size of all axes. `splits_of(path, by_path, axis)`
+gives the dims of a leaf that `axis` splits, each as a `Split`: the dim and its part of the axis.
 
 `ZeRO` makes these functions, which must agree, from a stage, an axis and the model's rule.
 

@@ -143,6 +143,8 @@ class _Update:
         axes: Callable[[Any], frozenset[str]],
         at: str,
     ):
+        """Reads the leaves and the owners of the state's arrays from the arguments, which are
+        (gradients, state, parameters)."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)

@@ -3,7 +3,8 @@ is done element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
 a fact about it is true of the shards and of the whole leaves alike. Leaves are parameters, named by
-number; a value that "mixes" uses several elements at a time, and so would be wrong on shards.
+number; a value that "mixes" uses several elements at a time, and so would be wrong on shards. In
+`linear(x, forward=..., backward=..., name=...)` the two functions become one equation of that name.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns the `update` of an optimizer with its results marked as right on shards, so that
-    `checked` accepts them.
+    """Returns an optimizer's `update`, with its results marked as valid on shards, so that
+    `checked` accepts these results.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
@@ -123,8 +124,8 @@ class _Elements(jaxprs.Following):
 
     def results(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Returns the sources of an equation's results from those of its operands."""
-        # A loop may combine elements of different places over its iterations, so it counts as one
-        # operation that is not elementwise.
+        # A loop may combine elements of different places over its iterations, so it is not read: to
+        # `plain` it is one operation that is not elementwise.
         if eqn.primitive.name in ("scan", "while"):
             return [self.plain(eqn, operands, var.aval) for var in eqn.outvars]
         return super().results(eqn, operands)
@@ -132,7 +133,7 @@ class _Elements(jaxprs.Following):
     def branches(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Returns the sources of the results of a `cond`, from all its branches."""
         choice, *arguments = operands
-        # A predicate of a leaf's elements: each device would choose by those of its own shard.
+        # If the predicate is made of a split leaf, each device would choose by its own shard.
         if choice.mixes or choice.leaves - {WHOLE}:
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)

@@ -243,7 +243,7 @@ class _Owners(NamedTuple):
             members, lead = _only(whole_weights, paths), len(layers)
             if self.apart:
                 _check_apart(one_layer, _first(members, lead), _first(old, lead))
-            # The leaves are whole along `axis`: only a split over another axis is checked.
+            # The leaves are whole along `axis` (`gathered`): only a split over another axis counts.
             run = checked(
                 _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
             )
@@ -347,6 +347,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     another. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     owners = owners_of_state(state, paths)
+    # The gradients have the shapes of the weights.
     program = jax.make_jaxpr(update)(weights, state, weights)
     if any(
         eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)

@@ -23,7 +23,7 @@ Counts: TypeAlias = Bool[Array, ""] | bool
 
 
 def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
-    """Returns the tree `a` where the condition holds, else `b`."""
+    """Returns the tree `a` if the condition holds, else `b`; both are computed."""
     return jax.tree.map(functools.partial(jnp.where, condition), a, b)
 
 
@@ -40,7 +40,8 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if the terms count. A term may be None, and adds nothing."""
+    """Returns `sums` plus `terms` if the terms count, else `sums`. A term may be None, and adds
+    nothing."""
 
     def leaf(total, term):
         # Sums are at least float32, also if the gradients are bfloat16.
@@ -59,7 +60,8 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
         """Returns a buffer with `x`, of one dim less, in its slot."""
         if x is None:
             return buffer
-        # A constant has no slots: F computes the same one for each microbatch.
+        # An array that is the same on all stages has no slots (see `slots_for`): F computes the
+        # same one for each microbatch.
         if buffer.ndim == x.ndim:
             return x
         return lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
@@ -71,7 +73,8 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
     """Returns the tree in this slot of the buffers; its arrays have the dims of those of `like`."""
 
     def leaf(buffer, like):
-        # A buffer without the dim of slots is a constant.
+        """Returns the array, of the dims of `like`, in the slot of a buffer."""
+        # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
         return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
@@ -83,12 +86,13 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots for each of these types of arrays.
 
     An array that is the same on all stages, such as a constant, gets one array for all microbatches
-    instead.
+    instead. `axis` is that of the stages.
     """
 
     def slots(kind):
         """Returns the buffer for one type: [count, ...], or [...] for a constant."""
-        # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a shape.
+        # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
+        # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
         along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
         if not set(axes(axis.names)) & set(along):

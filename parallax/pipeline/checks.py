@@ -51,7 +51,8 @@ def blocks_of(params: PyTree) -> PyTree:
 
 
 def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Returns a tree like the parameters: for each leaf, whether it is in `blocks(params)`."""
+    """Returns a tree like the parameters with a bool for each leaf: whether it is in
+    `blocks(params)`."""
     nowhere = jax.tree.map(lambda _: False, params)
 
     def everywhere(part):

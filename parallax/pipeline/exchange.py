@@ -50,7 +50,8 @@ def split_over(axis: AxisLike) -> Exchange:
     axis = Axis.of(axis)
 
     def part_of(leaf):
-        """Returns this device's 1/t of an array, or the array if it is not cut."""
+        """Returns this device's 1/t of an array, cut along `_cut_dim`, or the array if it is not
+        cut."""
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf
@@ -59,7 +60,8 @@ def split_over(axis: AxisLike) -> Exchange:
         return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
     def gathered(leaf, wanted):
-        """Returns the whole array of a received part; `wanted` has its shape and type."""
+        """Returns the whole array of a received part; `wanted` has the whole array's shape and
+        type."""
         dim = _cut_dim(wanted, axis)
         if dim is None:
             return leaf
@@ -79,6 +81,6 @@ def _cut_dim(x: Array, axis: Axis) -> int | None:
     # An array that differs along the axis is on one device only, so no other can send a part of it.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
-    # A dim that t does not divide would give the devices parts of different shapes.
+    # A dim that t does not divide would give the devices parts of unequal shapes.
     dims = [dim for dim in range(x.ndim) if x.shape[dim] % t == 0]
     return max(dims, key=lambda dim: x.shape[dim], default=None)

@@ -166,10 +166,12 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
-    """Returns the means over microbatches: the loss, or `(loss, aux)`, and the gradients."""
+    """Runs the schedule. Returns the loss, or `(loss, aux)`, and the gradients, as means over the
+    microbatches. The function `aux` is applied to the stacked auxiliary values."""
     schedule, axis = jobs.schedule, jobs.axis
-    # Each table can run in only one of the two ways.
+    # Each schedule can run in only one of the two ways.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
+    # The head's loss, and the stages' own terms of it if they have some.
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)
     # If all stages have a parameter, each has a part of its gradient, and the parts are summed over

@@ -7,7 +7,8 @@ program, so its values are computed here for every stage.
 
 The *terms* of a value say whether it has an early stage's `x` (`early`), depends on no argument
 (`is_number`) and depends on the stage's index (`indexed`), and give its value by that index
-(`by_index`), if known.
+(`by_index`), if known. From `FollowingAlong`: `run` follows a program, `met` joins the terms of all
+operands, and `is_sent` says whether an equation communicates over the axis.
 """
 
 import functools
@@ -131,7 +132,8 @@ class _Sums(jaxprs.FollowingAlong):
         try:
             return [np.asarray(value.by_index(index)) for index in self.stages]
         except RuntimeError:
-            return []  # JAX has no backend to compute with, as when `plan` runs without devices
+            # JAX has no backend to compute with, as when `plan` runs without devices.
+            return []
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor depends on the stage's index and is zero, or unknown, on all
@@ -140,8 +142,9 @@ class _Sums(jaxprs.FollowingAlong):
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`: those of the cases that a stage before
-        the last one selects, by its number `which`."""
+        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any stage
+        before the last one selects. `which` is a number: the index of the case, for each
+        element."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }

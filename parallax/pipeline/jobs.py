@@ -3,9 +3,10 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights.
 
-A job takes the carry, the tick's row (its jobs and slots by stage) and an array that arrived. It
-returns the array to send, and the carry with what it saved and added up. The executors, `lockstep`
-and `per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
+A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
+the carry with what it saved and added up. `row.jobs[lane][stage]` is the number of a job, and
+`row.saved` and `row.deferred` give slots in the same way. The executors, `lockstep` and
+`per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
 "backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`.
 
 From `Programs`, `Jobs` has the traced functions (`programs`, by name), the parameters (`params`),
@@ -91,8 +92,10 @@ class Jobs(Programs):
     """The jobs of one device. Its attributes are those of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """Returns the carry before the first tick: this many slots, and sums of zero."""
+        """Returns the carry before the first tick: `saved` and `deferred` slots, and sums of zero.
+        `arrived` is the executor's own part."""
         M, v = self.schedule.microbatches, self.schedule.chunks
+        # The head returns ((loss, aux), gradients).
         loss, of_head = self.programs["head"].out[0]
 
         def zeros(tree):
@@ -120,7 +123,7 @@ class Jobs(Programs):
         return jobs
 
     def task_of(self, row: Row, lane: str) -> Task:
-        """Returns this stage's job of a lane."""
+        """Returns this stage's job of a lane in the tick of `row`."""
         return self.task(row.jobs[lane][self.index])
 
     def embed(self, row: Row) -> PyTree:
@@ -150,6 +153,7 @@ class Jobs(Programs):
             return values.at[place].set(value)
 
         slots = put(carry.saved, saved, row.saved["forward"][self.index])
+        # A loss of None: the stages have no term of the loss.
         carry = carry._replace(saved=slots).with_sums(
             terms=None if loss is None else added(carry.sums.terms, loss, task.valid),
             of_stages=jax.tree.map(with_value, carry.sums.of_stages, aux),
@@ -159,13 +163,13 @@ class Jobs(Programs):
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
         """Runs B, or I, on the output's cotangent; returns the cotangent of x, and the carry.
 
-        B adds its gradients to the sums. I stores in a slot the arrays that W needs beside those
-        that F saved.
+        B adds its gradients to the sums. The job I stores in a slot the arrays that W needs in
+        addition to those that F saved.
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # An idle stage has a cotangent of 0. `seed` is the cotangent of the stage's own term of the
-        # loss; the gradients that it adds on an idle stage are masked in `_with_gradients`.
+        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss.
+        # The gradients that `seed` adds on an idle stage are masked in `_with_gradients`.
         ct = masked(task.valid, ct), self.seed
         # The results are the gradients, or, of I, the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
@@ -175,7 +179,8 @@ class Jobs(Programs):
         return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
     def weight(self, carry: Carry, row: Row) -> Carry:
-        """Runs W: returns the carry with the gradients of the weights, which no stage needs."""
+        """Runs W: returns the carry with the gradients of the chunk's weights added. No other stage
+        waits for them."""
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
@@ -188,6 +193,7 @@ class Jobs(Programs):
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
+        # They count on all stages (`True`): from a cotangent of 0 they are 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
@@ -199,6 +205,7 @@ class Jobs(Programs):
         microbatch = row.jobs["head"]
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         of_head = put(carry.sums.of_head, aux, microbatch)
+        # `True`: the loss is masked already, inside the program.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
         # The gradients are masked too: on a stage whose loss does not count, the head may have
         # computed NaN from its own `y`.
@@ -221,12 +228,12 @@ class Jobs(Programs):
 
         Ends are the parameters outside the blocks.
         """
-        # The index None adds a dim: `scatter` takes blocks of one chunk, [1, ...].
+        # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
 
-        def leaf(total, d):
+        def leaf(total, d):  # [v, ...] and [1, ...]
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
         carry = carry.with_sums(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))

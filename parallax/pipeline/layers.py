@@ -113,7 +113,8 @@ def run_layers(
     places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
     """
     table = checked(table)
-    # This place's number of layers and its first layer. `position` is traced, so JAX indexes.
+    # This place's number of layers and its first layer. `position` is traced, so a JAX array, not
+    # NumPy's, must be indexed.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -207,8 +208,8 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     """Returns the values in `Aux.stages` of the chunks of this stage: `[vP, ...] -> [v, ...]` each.
 
-    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. With an
-    axis of `()` and a placement of one stage it returns all values, as for `unpipelined`.
+    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. For
+    `unpipelined`, an axis of `()` and a placement of one stage return the values of all chunks.
 
     Raises:
         ValueError: the number of stages in the placement is not that of the axis, or the number of
@@ -221,7 +222,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
             f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
-    # The device's own index picks its column of the placement.
+    # The device's own index picks its column of the placement: the places of its chunks, [v].
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
@@ -268,8 +269,8 @@ def stored(
     def on_blocks(change, dims):
         """Returns the function of a state that applies `change` to each array of the blocks.
 
-        `dims` is the number of dims by which an optimizer's array is recognised: 2 for [v, L / v],
-        1 for [L].
+        An optimizer's array belongs to the blocks if its first `dims` dims are those of its
+        parameter: 2 for blocks that are [v, L / v, ...] (to the disk), 1 for [L, ...] (from it).
         """
 
         def converted(state):

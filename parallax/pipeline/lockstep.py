@@ -8,7 +8,8 @@ A lane is one kind of work within a tick: "forward", "head", "backward", "weight
 period of ticks in which the same lanes run on at least one stage; it is one `lax.scan`.
 
 `jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
-`carry.arrived` has the messages of this stage, and `row` the jobs and slots of a tick.
+`jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
+messages of this stage, and `row` the jobs and slots of a tick.
 """
 
 import functools
@@ -55,7 +56,7 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Returns the sums of loss and gradients, or only of the loss, after all ticks."""
+    """Runs all ticks, and returns the sums of loss and gradients, or only of the loss."""
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -108,22 +109,24 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, and returns the sums."""
+    """Runs these lanes in all ticks of the schedule, one loop for each pattern of stretches, and
+    returns the sums."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # A tick without a microbatch for the embedding or the head (-1) runs it on microbatch 0.
+    # A tick without a microbatch for the embedding or the head (-1) may still run it: on microbatch
+    # 0, and the result is masked.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
     table = table._replace(jobs=table.jobs | together)
-    moving = jobs.moving if jobs.differentiates else None
+    moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
     from_head = stacked(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved = int(table.saved["forward"].max()) + 1
     arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
     carry = jobs.start(arrived, saved, schedule.deferred_count)
-    first = 0
+    first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
         run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
         length = repeats * sum(length for _, length in pattern)
@@ -151,7 +154,8 @@ def _by_repeat(repeats: int, column: Array) -> Array:
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
-    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`."""
+    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. A
+    stretch is the names of its lanes and its number of ticks; `ticks` has the rows of all."""
     first = 0
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs

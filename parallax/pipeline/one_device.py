@@ -59,6 +59,7 @@ def unpipelined(
         if placement is not None:
             arrays = from_placement(arrays, placement)
             places = placement.size
+            # [v, L / v, ...] -> [vP, L / (vP), ...]
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
         # Unrolled: each place has its own parameters and auxiliary values.
@@ -95,7 +96,7 @@ def _loss(
     params_of_places: list[tuple[PyTree, Any]],
     batch: PyTree,
 ) -> Any:
-    """Runs embed, the stage at each of these (parameters, position), and the head, in this order.
+    """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
     Returns the loss, or `(loss, aux)` if there are auxiliary values.
     """
@@ -107,12 +108,13 @@ def _loss(
     total = sum((output.loss for output in outputs if output.loss is not None), start=total)
     aux = [output.aux for output in outputs]
     of_stages = jax.tree.map(lambda *values: jnp.stack(values), *aux)
+    # No mean of the auxiliary values: the batch is not cut into microbatches.
     return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. `aux` gets all of them
-    if stages have some, else only those of the head."""
+    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. The function `aux`
+    gets `values` if stages have some, else only `values.head`."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

@@ -54,7 +54,7 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Returns the sums of loss and gradients, or only of the loss, after all ticks."""
+    """Runs all ticks, and returns the sums of loss and gradients, or only of the loss."""
     table, schedule = rows(jobs.schedule), jobs.schedule
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
@@ -66,6 +66,7 @@ def run(jobs: Jobs) -> Sums:
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
+    # Only F, B or I, and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
         parts[name] = _alone(name, part, jobs, carry, table)
     parts = {"embed": embed, **parts, "exchange": exchange, "head": head}
@@ -156,8 +157,8 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
 
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """Returns a stage's own job as a traced function; refuses one that communicates so that a stage
-    cannot run it alone."""
+    """Returns a stage's own job `part` as a traced function; refuses it with a `ValueError` if it
+    has a collective that a stage cannot run alone."""
     row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))  # for its types
     # The row is typed as varying: `_if_runs` adds a loop index to it that differs between stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
@@ -175,7 +176,7 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     """
     column, number = table.jobs[name], row.jobs[name]
     column = column.reshape(len(column), -1)[:, 0]
-    # A job has one number per stage; embed and head have one for all stages.
+    # 1 or 0 iterations. A job has one number per stage; embed and head have one for all stages.
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):

@@ -3,7 +3,8 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights. Blocks are the parameters that are split
 over the stages, ends all others. `moving` are the floating-point leaves of an activation, which
-have a cotangent, and `still` its other leaves.
+have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by the
+number of their microbatch.
 """
 
 import functools
@@ -190,7 +191,8 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`: the microbatch, and its number for taps."""
+        """Returns the head's arguments after `x`: the microbatch, and its number for taps, which is
+        -1 on stages whose loss does not count, so that it is typed as varying."""
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -262,7 +264,7 @@ class Programs:
 
         # Job 0, computed from the index so that it is typed as varying, as in later calls.
         task = self.task(self.index * 0)
-        chunk = self._of_chunk(task.chunk)
+        chunk_params = self._of_chunk(task.chunk)
         given = (
             self.rows(task.microbatch),
             task.position,
@@ -271,7 +273,7 @@ class Programs:
 
         def after_stage(x):
             """Returns the types of the stage's output for an input like `x`."""
-            self._stage = self._traced("stage", stage, chunk, x, *given)
+            self._stage = self._traced("stage", stage, chunk_params, x, *given)
             checks.same_form(self._stage.out.x, x)
             return self._stage.out.x
 
@@ -314,6 +316,7 @@ class Programs:
 
     def _trace_jobs(self, save: Save | None) -> None:
         """Traces F, and B or I and W; without `save` only F."""
+        # (trained, given) of job 0, whose types all jobs have.
         known = self.known(self.task(self.index * 0))
         if save is None:
 
@@ -330,9 +333,10 @@ class Programs:
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
-        # The cotangent of the stage's own term of the loss is 1: the loss is the sum of all terms.
+        # `out` has the types of (moving, loss). The cotangent of the stage's own term of the loss
+        # is 1: the loss is the sum of all terms.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
-        both = trace(transposed, out, *known, self.saved)
+        both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
         self.programs["backward"] = both
         if not self.in_halves:
             return
@@ -385,6 +389,7 @@ def _split(params: PyTree, functions: Functions) -> Parameters:
     """Returns the parameters in the four trees of `Parameters`."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
+    # None in place of each trained leaf.
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
     arrays, static = eqx.partition(fixed, eqx.is_array)
     trained_blocks, trained_ends = eqx.partition(trained, in_blocks)

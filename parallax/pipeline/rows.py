@@ -3,6 +3,8 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights. A place is a chunk's position in the model.
 A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a stage.
+A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
+`target`; its lane is that of the job that uses it, or "head" for the head's cotangent.
 """
 
 import operator
@@ -41,7 +43,8 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """Returns the schedule's tables, with the slots, and the microbatches of `embed` and `head`."""
+    """Returns the schedule's tables, with the slots, and the microbatches of `embed` and `head`, by
+    tick."""
     P, v = schedule.stages, schedule.chunks
     # Messages that no job needs are written to the slot after all others, which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
@@ -50,8 +53,8 @@ def rows(schedule: Schedule) -> Row:
     from_head = nowhere.copy()
     for message, slot in schedule.arrivals.items():
         is_of_head = message.lane == "head"
-        column = from_head if is_of_head else arriving[(message.target - message.source) % P]
-        column[message.sent, message.target] = slot
+        table = from_head if is_of_head else arriving[(message.target - message.source) % P]
+        table[message.sent, message.target] = slot
         lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
     # (chunk, stage) of the first and of the last place of the model.
@@ -60,7 +63,8 @@ def rows(schedule: Schedule) -> Row:
     )
 
     def microbatches(jobs, chunk, stage):
-        """Returns, by tick, the microbatch of the job of one chunk of one stage, or -1."""
+        """Returns, by tick, the microbatch of the job of one chunk of one stage, or -1. A number in
+        `jobs` is microbatch * v + chunk."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 

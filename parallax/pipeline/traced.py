@@ -3,6 +3,7 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so it is refused here, by name.
+`operands(x)` are the values that JAX made a traced value `x` of, as far as JAX remembers them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +55,7 @@ class Traced(NamedTuple):
         """Returns the results; the arguments must have the structure and types of those that the
         function was traced on."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
-        # A constant may be NumPy's.
+        # A result that is a constant may be a NumPy array.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
         return jax.tree.unflatten(jax.tree.structure(self.out), results)
 
@@ -75,7 +76,9 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` typed as varying over all axes over which `f(x)` then varies."""
+    """Returns `x` typed as varying over all axes over which `f(x)` then varies, as a loop needs
+    whose carry begins as `x` and becomes `f(x)`."""
+    # Only the types of `f(x)` count, and it may be made of shapes, so zeros stand for its values.
     # Each round adds at least one varying axis to an array, and the mesh has few, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
@@ -102,10 +105,10 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     # A parameter's name by the id of its array. A pipeline casts its parameters to varying, and a
     # function may close over the array from before the cast: that has the same name.
     sources = {
-        id(cast): mesh.dotted(path)
+        id(array): mesh.dotted(path)
         for tree in params
         for path, leaf in jax.tree.leaves_with_path(tree)
-        for cast in _casts(leaf)
+        for array in _casts(leaf)
     }
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
@@ -126,6 +129,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 def _casts(leaf: Any) -> Iterator[Any]:
     """Yields a parameter, then the value that it was cast or gathered from, and so on."""
     yield leaf
+    # A value of one operand is that operand in another form.
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
         yield leaf
@@ -136,7 +140,7 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
     Returns None if there is none, as far as JAX remembers the operands."""
     seen, waiting = set(), [value]
     while waiting:
-        # The result of a tracer keeps it alive, so no other object can have its id.
+        # The value that was computed from a tracer keeps it alive, so no other object has its id.
         tracer = waiting.pop()
         if id(tracer) in sources:
             return id(tracer)

@@ -104,7 +104,7 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
             of_cell = _jobs(cell.split(), f"{line}, stage {stage}")
             of_stages[stage] += of_cell
             jobs += [(tick, job) for job in of_cell]
-    letters = {letter for row in rows for cell in row[1:] for letter in cell}
+    letters = {letter for row in rows for cell in row[1:] for letter in cell}  # digits too
     if "B" in letters and letters & {"I", "W"}:
         raise ValueError(
             "The file has B, which is I and W together, beside I or W. Write I and W everywhere, "

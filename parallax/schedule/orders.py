@@ -39,6 +39,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
+        # A forward and a backward in turn; after the last forward only backwards are left.
         pairs = itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
         orders.append(list(itertools.chain(*forward[:ahead], *itertools.chain(*pairs))))
     return from_orders(orders, looped_placement(P))
@@ -78,13 +79,13 @@ def greedy(
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
     orders: list[list[Job]] = [[] for _ in range(P)]
-    # By stage and lane, a heap of (microbatch, -place).
+    # By stage and lane, a heap of the jobs that are ready, as (microbatch, -place).
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
     ]
     # The chunks whose residuals each stage holds, from F to W, and the jobs left to run.
     holds, left = [0] * P, 3 * microbatches * places.size
-    # The jobs that have become ready.
+    # The jobs that have become ready since the last tick; at first, all F of place 0.
     begin = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
         for job in begin:
@@ -95,7 +96,7 @@ def greedy(
         for s in range(P):
             full = holds[s] >= max_chunks[s]
             may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and full)]
-            if may:
+            if may:  # the most urgent lane comes first
                 microbatch, place = heapq.heappop(ready[s][may[0]])
                 job = Job(may[0], microbatch, -place)
                 orders[s].append(job)
@@ -167,7 +168,8 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """Yields the jobs that need a job's result: the inverse of `jobs.needs`."""
+    """Yields the jobs that need a job's result: the inverse of `jobs.needs`. `last` is the last
+    place of the model."""
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

@@ -58,10 +58,10 @@ class Interval(NamedTuple):
 def fewest(intervals: Sequence[Interval]) -> list[int]:
     """Returns a slot for each interval, so that intervals that overlap have different slots, and no
     assignment needs fewer."""
-    # Two heaps: `busy` of (stop, slot), and `free` of slots.
+    # Two heaps: `busy` has (stop, slot) of the slots in use, and `free` the others.
     slots, busy, free = [0] * len(intervals), [], []
     count = 0
-    # In order of their start, each gets the lowest free slot: this needs the fewest slots.
+    # In order of their start, each interval gets the lowest free slot: this needs the fewest slots.
     for i in sorted(range(len(intervals)), key=intervals.__getitem__):
         while busy and busy[0][0] <= intervals[i].start:
             heapq.heappush(free, heapq.heappop(busy)[1])
@@ -91,6 +91,7 @@ def coloured(
         written = fewest(
             [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
         )
+        # By job; no job, -1, has no slot in the other lanes.
         slot_of = dict(zip(columns[first], written, strict=True)) | {-1: -1}
         for lane, jobs in columns.items():
             slots[lane][:, s] = written if lane == first else [slot_of[job] for job in jobs]

@@ -253,6 +253,7 @@ class Schedule:
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
+        # Without the count of 0, the ticks in which all stages are idle.
         return tuple(np.bincount(dearest, minlength=4)[1:].tolist())
 
     def lockstep(
@@ -268,7 +269,8 @@ class Schedule:
         for tick in range(self.ticks):
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
-                # In lockstep all stages run one lane after another; `stop` is the end of the last.
+                # In lockstep all stages run one lane after another; `stop` is the end of the lane
+                # before. Per stage, all jobs of a tick start together.
                 start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
                 for s, job in jobs:
@@ -289,7 +291,7 @@ class Schedule:
         `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
-        stages, chunks = self._homes
+        stages, chunks = self._homes  # of each place
         orders: list[list[Job]] = [[] for _ in range(self.stages)]
         # By tick, and within a tick F before B, and B before W.
         for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
@@ -376,7 +378,7 @@ class Schedule:
 
         The head makes its cotangent on the stage, and in the tick, of the last place's F.
         """
-        stages, _ = self._homes
+        stages, _ = self._homes  # the stage of each place; `_when` has the tick of each job
         forward, backward = self._when["forward"], self._when["backward"]
         # A lane, the ticks in which its messages are sent and used, [M], and their two stages.
         hops = [("head", forward[:, -1], backward[:, -1], self.last, self.last)]
@@ -543,7 +545,7 @@ def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error for a job at a place of the model, with its tick and its stage."""
+    """Returns the error `why` for a job at a place of the model, with the job's tick and stage."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")

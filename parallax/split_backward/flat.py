@@ -3,7 +3,8 @@
 Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
 
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal.
+loop; an atom is a variable or a literal. `values` maps each variable to its value. From `jaxprs`:
+`opened` gives the jaxpr of a closed one too, `closed` the programs among an equation's parameters.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -70,11 +71,13 @@ class Loop(NamedTuple):
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
     """Returns the program with its calls inlined, and with the flat bodies of its scans."""
+    # Traced again, since `_results` runs a call's equations one by one in place of the call.
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
     )
     jaxpr = opened(traced)
     scans = {place: eqn for place, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan"}
+    # `scan_parts` gives the numbers of consts and of carries.
     loops = {place: Loop(*scan_parts(eqn), flat(_program_of(eqn))) for place, eqn in scans.items()}
     return Flat(jaxpr, dict(zip(jaxpr.constvars, traced.consts, strict=True)), loops)
 
@@ -82,14 +85,16 @@ def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program under a trace, the programs inside calls included; returns its results."""
     jaxpr = opened(program)
+    # A `Jaxpr` that is not closed has no constants.
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # JAX compiles the backward pass of `checkpoint` so; otherwise XLA would use the
-                # forward pass's values, and keep them in memory.
+                # This is the backward pass of a `checkpoint`. JAX compiles it with the same
+                # barrier: otherwise XLA would use the forward pass's values, and keep them in
+                # memory.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
         else:
@@ -116,7 +121,7 @@ def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
 
     It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
     """
-    # Each variable once, though the equation may read it twice.
+    # A jaxpr takes each variable once, though the equation may read it twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -166,11 +171,11 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
-    """Returns the results that an equation must compute for these of its results, and the indices
-    of the operands that they need. Only a scan must compute more: the carries that these results
-    depend on. The equation is that at `place`."""
+    """Returns the indices of the results that the equation at `place` must compute, and of the
+    operands that they need. `results` are the indices of those that are wanted. Only a scan must
+    compute more than these: the carries that they depend on."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
-    if is_barrier(eqn):
+    if is_barrier(eqn):  # result i needs only operand i
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))

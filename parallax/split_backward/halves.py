@@ -8,7 +8,8 @@ computed in I; no matmul is computed twice. A scan becomes two scans: in each tr
 stacks the values that the second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W; `handed` arrays go from I to W;
-`made` variables exist only in I, `late` ones only in W; a trip is one iteration of a scan.
+`made` variables exist only in I, `late` ones only in W; a trip is one iteration of a scan; a place
+is the index of an equation in a jaxpr. `values` maps each variable to its value.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
 traced program, by dead-code elimination, is ours.
@@ -100,7 +101,8 @@ class Step(NamedTuple):
     Attributes:
         eqn: the equation.
         loop: for a scan, the two halves of its trips; else None.
-        places: for a barrier, the indices of the operands that it passes on in this half.
+        places: for a barrier, the indices of the operands that it passes on in this half, which
+            may lack the others; () until `_chosen` sets it.
     """
 
     eqn: JaxprEqn
@@ -109,16 +111,18 @@ class Step(NamedTuple):
 
     def reads(self, half: int) -> list[Any]:
         """Returns the variables that the step reads in this half, 0 or 1."""
-        places: Collection[int] = range(len(self.eqn.invars))
+        operands: Collection[int] = range(len(self.eqn.invars))  # the indices of those it reads
         if self.loop is not None:
-            places = self.loop.reads(half)
+            operands = self.loop.reads(half)
         elif is_barrier(self.eqn):
-            places = self.places
-        return variables_of([self.eqn.invars[i] for i in places])
+            operands = self.places
+        return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, which is no scan, and adds its results to `values`."""
+        """Runs the step's equation, which is no scan, and adds its results to `values`. The
+        equation is one of `jaxpr`."""
         if is_barrier(self.eqn):
+            # Only on the operands of this half; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
             values.update(zip((self.eqn.outvars[i] for i in self.places), results, strict=True))
         else:
@@ -155,14 +159,14 @@ class Cut(NamedTuple):
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
         """Runs the first half: returns the results at the indices `outputs`, and the arrays for the
         second half. `arguments` has the values of those arguments that the first half reads."""
-        values, of_scans = self.program.constants | arguments, []
-        # The arrays of loops come last, in the order of the steps, as `run_second` reads them.
+        values, from_scans = self.program.constants | arguments, []
+        # The arrays of scans come last, in the order of the steps, as `run_second` reads them.
         for step in self.first:
             if step.loop is None:
                 step.run(self.program.jaxpr, values)
             else:
-                of_scans += step.loop.run_first(step.eqn, values)
-        return self._results(outputs, values), [*read(self.handed, values), *of_scans]
+                from_scans += step.loop.run_first(step.eqn, values)
+        return self._results(outputs, values), [*read(self.handed, values), *from_scans]
 
     def run_second(
         self, arguments: Values, handed: Sequence[Any], outputs: Collection[int]
@@ -182,6 +186,7 @@ class Cut(NamedTuple):
             if step.loop is None:
                 step.run(self.program.jaxpr, values)
             else:
+                # `()` for a scan that runs only in the second half.
                 step.loop.run_second(step.eqn, values, of_scans.get(step.eqn.outvars[0], ()))
         return self._results(outputs, values)
 
@@ -191,7 +196,7 @@ class Cut(NamedTuple):
 
 
 class CutLoop(NamedTuple):
-    """A scan in two.
+    """A scan as two scans, one in each half.
 
     Attributes:
         loop: the whole scan.
@@ -204,7 +209,7 @@ class CutLoop(NamedTuple):
     results: tuple[frozenset[int], frozenset[int]]
 
     def reads(self, half: int) -> set[int]:
-        """Returns the indices of the operands that a half needs."""
+        """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
@@ -222,10 +227,12 @@ class CutLoop(NamedTuple):
         def one_trip(arguments, nothing_handed):
             return self.trip.run_first(arguments, sorted(self.results[0]))
 
+        # `()`: nothing is handed to the first half.
         return self._run(eqn, values, 0, one_trip, ())
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
-        """Runs the scan of the second half on these arrays, and adds its results to `values`."""
+        """Runs the scan of the second half, and adds its results to `values`. `handed` has the
+        arrays of the first half, [trips, ...] each."""
 
         def one_trip(arguments, handed):
             return self.trip.run_second(arguments, handed, sorted(self.results[1])), []
@@ -246,7 +253,7 @@ class CutLoop(NamedTuple):
         and arrays to stack. `handed` has the arrays for all trips, [trips, ...] each. Returns the
         stacked arrays, [trips, ...] each.
         """
-        # Sorted, so that carries come before stacked results.
+        # Sorted, so that carries come before stacked results, as in `lax.scan`.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars
         carry_count = sum(i < loop.carries for i in results)
@@ -294,13 +301,15 @@ def _cut(
         late: the arguments that only the second half is given; no result of `first` needs them.
     """
     jaxpr = program.jaxpr
+    # By the place of each needed equation, the indices of its needed results.
     needed_first, (needed_results, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
     # Each equation that a result needs, with whether the first and the second half may run it.
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        # A barrier and a scan run in both halves, each with its part of the operands.
+        # A barrier and a scan may run in both halves, in each with its part of the operands. Their
+        # results that only one half computes are `made` or `late`.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -316,8 +325,9 @@ def _cut(
             made |= set(eqn.outvars)
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
-        plan.append((Step(eqn, loop, ()), runs_in))
-    # The second half is chosen first: its needs decide the variables that the first hands over.
+        plan.append((Step(eqn, loop, ()), runs_in))  # `_chosen` sets the operands of a barrier
+    # The second half (1) is chosen first: the variables in `made` that it needs are handed over. So
+    # it computes no variable in `made`, and the first half (0) none in `late`.
     second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
@@ -334,7 +344,7 @@ def _cut(
 
 
 def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
-    """Returns the variables of the results at these indices."""
+    """Returns the variables of a jaxpr's results at these indices."""
     return set(variables_of([jaxpr.outvars[i] for i in places]))
 
 
@@ -359,11 +369,13 @@ def _may_run_in(
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
         return True, not reads & made and _is_cheap(eqn)
-    # Only the second half needs it: what is late or dear is computed there.
+    # Only the second half needs it. It must run there if it reads a late variable, and does if it
+    # is expensive, so that the first half, which other stages wait for, stays short.
     if reads & late or not _is_cheap(eqn):
         return False, True
     if reads & made:
-        # Either half could run it: the smaller of its operands and results is stored.
+        # Either half could run it: the one is chosen that hands over fewer bytes, the results if
+        # the first half runs it, else the operands.
         is_smaller = size(set(eqn.outvars)) <= size(reads & made)
         return is_smaller, not is_smaller
     # To run a cheap equation twice costs less than to store its result.
