@@ -105,6 +105,7 @@ def mean(
                 lambda logits: losses_of(logits, *targets_and_weights), make_logits(block_x, table)
             )
             # The gradient of the logits: the softmax minus one-hot targets, times the weights.
+            # `transpose` returns a tuple of one.
             d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
             # The table's gradient is summed over all blocks in float32 or wider, and rounded once
             # at the end.

@@ -172,7 +172,7 @@ def spmd(
             static_out.append(static)
             return result
 
-        # `grads` refuses a batch that is split over one of these axes.
+        # While `f` is traced, `grads` reads these axes, and refuses a batch that is split over one.
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -356,8 +356,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Raises `ValueError` for an array whose spec is None, which stands for a leaf that is no
-    array."""
+    """Raises `ValueError` for an array whose spec is None, the spec of a leaf that is no array."""
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):

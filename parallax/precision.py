@@ -58,6 +58,7 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     def wrapped(params, batch):
         """Returns `(value, gradients)` as `grad` does."""
         value, gradients = grad(cast(params, dtype), batch)
+        # `value` is the loss, or (loss, aux): the first function changes the loss, the second aux.
         value = map_loss_and_aux(
             value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
         )
@@ -80,6 +81,7 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
         dtype = accumulation_dtype(value.dtype)
         return value.astype(dtype) * scale.astype(dtype)
 
+    # The loss function returns the loss, or (loss, aux).
     def wrapped(*arguments):
         return map_loss_and_aux(loss(*arguments), scaled_loss, lambda aux: aux)
 
@@ -104,6 +106,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
     def wrapped(params, batch):
         """Returns the unscaled loss (and aux), and the unscaled gradients."""
+        # `grads.clipped` inside would compare the scaled gradients with its bound.
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)

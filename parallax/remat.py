@@ -66,6 +66,7 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block`, which keeps the products with weights and recomputes the rest."""
+    # A product with a weight has no batch dims in JAX's sense; the products of attention have.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
 

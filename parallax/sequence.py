@@ -74,8 +74,8 @@ def column(
     *,
     all_gather_matmul: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens *outputs_shard"]:
-    """Returns a column-parallel layer:
-    `A[B, T_X, I] -> gathered · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
+    """Returns the result of a column-parallel layer, which gathers the tokens first:
+    `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
     The arguments are those of `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
     multiplies some tokens while the others travel.
@@ -100,8 +100,8 @@ def row(
     *,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """Returns a row-parallel layer:
-    `A[B, T, I_X] · W[I_X, J] {U_X} -> scattered [B, T_X, J] + b[J]`.
+    """Returns the result of a row-parallel layer, which sums and scatters the products:
+    `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
     The arguments are those of `tensor.row`. With `collectives.matmul.matmul_reduce_scatter` a
     device multiplies while the partial sums travel.

@@ -211,8 +211,9 @@ class ColumnLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs"], *, key: Any = None
     ) -> Float[Array, "*batch outputs_shard"]:
-        """Returns `column` of one vector or of many; `key` is ignored, as in Equinox. Raises
-        `ValueError` as `column` does.
+        """Applies `column` to one vector or to many; `key` is ignored, as in Equinox.
+
+        Raises `ValueError` as `column` does.
         """
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
         return column(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -237,8 +238,9 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """Returns `row` of one vector or of many; `key` is ignored, as in Equinox. Raises
-        `ValueError` as `row` does.
+        """Applies `row` to one vector or to many; `key` is ignored, as in Equinox.
+
+        Raises `ValueError` as `row` does.
         """
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
@@ -343,8 +345,9 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
 
     Dim 0 are the outputs, dim 1 the inputs.
     """
-    # Equinox's static fields keep the whole sizes. So a weight that was not split, or was split
-    # along the other dim, is refused even if its shape happens to fit.
+    # Equinox's static fields, `out_features` and `in_features`, keep the whole sizes. So a weight
+    # that was not split, or was split along the other dim, is refused even if its shape happens to
+    # fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
     needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
     shape = [

@@ -325,7 +325,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
             paths_in_order.append([(k,) for k in out + back])
         if len(ordered_sides) > 1:
             # Out along the first side, and back through the lines that leave it, every second line
-            # backward.
+            # backward. The first point of each line was passed on the way out, so it is left out.
             line = _snake(ordered_sides[1:])
             back = [
                 (k, *point)

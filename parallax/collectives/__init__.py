@@ -80,7 +80,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name, and imports its file if this is the first use."""
+    """Returns the file or the object of this name, and imports its file if this is the first use.
+
+    `_FILES` are the names that are files of this package. `_FILE_OF` has the file of an object.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
     if name in _FILES:

@@ -24,16 +24,17 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def straight(n: int) -> Route:
-    """Returns the table in which every block goes straight to its device: no message waits.
+    """Returns the table in which each block goes straight to its device, in one message.
 
     Each hop is another permutation, so it cannot be a loop, and its program grows with n.
     """
-    # Each hop is a round of its own: one round of all hops would need n - 1 links at a time.
+    # {k: [k]} sends, over k devices, the block of the device that is k places further on. Each hop
+    # is a round of its own: one round of all hops would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of messages of `all_to_all`, for `cost`: each carries 1/n of the array."""
+    """Returns the rounds of `all_to_all`, for `cost`: a message has 1/n of the `size` numbers."""
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
 

@@ -210,11 +210,12 @@ def combined_axis(*parts: AxisLike) -> Axis:
 def _in_order(parts: list[Axis]) -> Axis:
     """Returns an axis whose collectives work along one part after the other, as `Axis.of` states.
 
-    `_groups` first joins neighbours with one algorithm.
+    A collective gets all the parts' axes or some, in `axis_name`. `_groups` first joins
+    neighbouring axes that have the same algorithm: the groups then work one after the other.
     """
 
     def all_reduce(x, axis_name):
-        """Returns the sum over the first part, summed over the next, and so on."""
+        """Returns the sum over all parts: the sum over the first, summed over the next, ..."""
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
@@ -256,9 +257,10 @@ def _in_order(parts: list[Axis]) -> Axis:
 
 
 def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
-    """Returns the named axes in groups, each an `Axis`: neighbours with one algorithm share it.
+    """Returns the axes `axis_name` in groups, each an `Axis` with the algorithm of its part.
 
-    A collective over one group of two axes sends fewer messages than two collectives.
+    Neighbours that have the same algorithm form one group: a collective over two axes sends fewer
+    messages than two collectives.
     """
     groups: list[Axis] = []
     for name in axes(axis_name):

@@ -63,7 +63,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
         for bucket in assign_buckets(leaves, nbytes):
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:
-                # One bucket after another: at most one is packed, and in memory, at a time.
+                # On a CPU a bucket waits for the last one (`done`), so that at most one packed copy
+                # is in memory at a time.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])

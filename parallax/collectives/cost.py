@@ -213,7 +213,7 @@ def total(rounds: Iterable[Round]) -> Cost:
 
 
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
-    """Returns the factors of alpha, beta, gamma and start in the formula of `seconds`.
+    """Returns the numbers by which `seconds` multiplies a link's alpha, beta, gamma and start.
 
     They are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round one
     after another, they are (messages, sent, reduced, 1).

@@ -56,6 +56,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
 
     An optimization barrier would not do: the CPU's compiler removes it.
     """
+    # One number of each array that is waited for makes the condition depend on it.
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
     # XLA would copy a cheap condition into each of its uses, hundreds of times in a step. A tanh is
     # expensive enough to be computed once.
@@ -65,7 +66,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that differs from the leaf, or XLA would drop the selection."""
+        """Returns a value that XLA takes for another than the leaf, or it would drop `where`."""
         is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros((), leaf.dtype) if is_number else ~leaf
 

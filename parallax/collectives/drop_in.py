@@ -72,8 +72,8 @@ def all_gather_leaf(
     if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))
-    # Random keys can be neither zeros, which hops make, nor added, as a transpose does. So the
-    # numbers of the keys are sent.
+    # A hop makes zeros and a transpose adds, which random keys do not allow. So the numbers of the
+    # keys are sent.
     if is_key(x):
         numbers = all_gather_leaf(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
@@ -97,12 +97,12 @@ def all_gather_leaf(
 
 
 def _add_dim(x, dim: int, tiled: bool):
-    """Returns `x` with the dim of 1 at `dim` that an untiled collective gathers."""
+    """Returns `x`; unless `tiled`, with a new dim of size 1 at `dim`, which is then gathered."""
     return x if tiled else jnp.expand_dims(x, dim)
 
 
 def _drop_dim(x, dim: int, tiled: bool):
-    """Returns `x` without its dim `dim` of 1, which an untiled scatter leaves of n."""
+    """Returns `x`; unless `tiled`, without dim `dim`: the scatter cut its size from n to 1."""
     return x if tiled else jnp.squeeze(x, dim)
 
 
@@ -120,7 +120,10 @@ def split_blocks(
 
 
 def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, "..."]:
-    """Returns the n blocks with their first dim at `dim`; `tiled` joins them along that dim."""
+    """Returns the n blocks `[n, *block]` stacked along a new dim at position `dim`.
+
+    With `tiled` they are joined along the existing dim instead.
+    """
     x = jnp.moveaxis(blocks, 0, dim)
     if not tiled:
         return x

@@ -43,7 +43,7 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns the sum over devices of this device's block, in one share for each table.
+    """Returns this device's block of the sum over all devices, as a list of one share per table.
 
     Args:
         routes: the tables, all with the same number of rounds.
@@ -190,10 +190,11 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
         offsets_by_trip = [offsets_after(trips) for trips in range(1, length + 1)]
-        # If no earlier chain left partial sums for these devices, only own terms are added.
+        # If no earlier chain left partial sums for these devices, a device adds only its own terms.
         if not any(offset in sums[table] for arriving in offsets_by_trip for offset in arriving):
             return own_terms
-        # The loop's trip is traced, so it cannot index `sums`, a dict: the sums are stacked.
+        # The loop's trip is traced, so it cannot index `sums`, a dict. So the sums of all trips are
+        # stacked: `by_trip` has the arrays of a message for each trip.
         by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 

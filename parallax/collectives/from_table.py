@@ -64,7 +64,10 @@ def algorithm(
 
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
-    """Returns `algorithm` for a maker that takes the devices on each axis: `maker(2, 4)`."""
+    """Returns an algorithm as `algorithm` does, but calls `maker` with the devices on each axis.
+
+    For two axes of 2 and 4 devices it calls `maker(2, 4)`.
+    """
     name = name or maker.__name__
     return _from_tables(maker, lambda sizes: maker(*sizes), name, lax.all_to_all)
 
@@ -132,7 +135,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 
 
 def _prices(tables_of):
-    """Returns the functions that `priced` needs for reduce-scatter, all-gather and all-reduce.
+    """Returns three functions that `cost.priced` takes: for reduce-scatter, gather and all-reduce.
 
     Each takes (numbers of the array, devices, bytes of a number) and returns the rounds.
     """
@@ -200,7 +203,7 @@ def messages(
                 pieces = pieces_of(count, nbytes[table])
                 in_round.append(Message(nbytes[table] * count, distance, pieces))
                 reduced += added[table] * count if added else 0
-        # If the longest chain stays, the messages do not depend on the round before.
+        # If the longest chain stays as long, the messages do not depend on the round before.
         waits = longest[number + 1] > longest[number]
         rounds.append(Round(1, tuple(in_round), reduced, waits))
     return rounds

@@ -73,10 +73,10 @@ LARGEST = 127
 def _from_a_block_on(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
-    """Returns the function of rounds that `cost.priced` takes.
+    """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
-    It gives the rounds that `sent` computes, or those of the collective `exact`, which sends arrays
-    shorter than a block.
+    The rounds are those of `sent` for an array of a block or more, and those of the collective
+    `exact`, which sends them, for shorter arrays.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -88,7 +88,10 @@ def _from_a_block_on(
 
 
 def _scatters(size, n, itemsize, block_size):
-    """Returns the rounds of the reduction: each device sends n - 1 of its n parts."""
+    """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
+
+    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised.
+    """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
     # The sums are in float32 or wider, whatever was sent.
@@ -96,13 +99,20 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of the gather of parts of `size` numbers, sent round a ring."""
+    """Returns the rounds of messages of a gather, round a ring, of parts of `size` numbers.
+
+    `itemsize` is the bytes of a number before it is quantised.
+    """
     return messages([ring.table(n)], [_nbytes(size, itemsize, block_size)], back=True)
 
 
 def _scatters_and_gathers(size, n, itemsize, block_size):
-    """Returns the rounds of an all-reduce of `size` numbers."""
-    part = -(-size // n)
+    """Returns the rounds of messages of an all-reduce of `size` numbers over n devices.
+
+    They are a reduce-scatter and a gather. `itemsize` is the bytes of a number before it is
+    quantised.
+    """
+    part = -(-size // n)  # a device sums and owns a padded n-th
     return [
         *_scatters(size, n, itemsize, block_size),
         *_gathers(part, n, itemsize, block_size),
@@ -110,7 +120,10 @@ def _scatters_and_gathers(size, n, itemsize, block_size):
 
 
 def _nbytes(size, itemsize, block_size):
-    """Returns the bytes of `size` numbers as int8, with one exponent per block."""
+    """Returns the bytes of `size` numbers as int8, with one exponent per block.
+
+    `itemsize` is the bytes of a number before it is quantised.
+    """
     # The exponents of float64 need two bytes: see `_code`.
     exponent = 2 if itemsize == 8 else 1
     return size + -(-size // block_size) * exponent
@@ -132,6 +145,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     """
 
     def total(x, axis_name):
+        # The second result, the rounding errors, is not used without feedback.
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
     def quantized_leaf(x):
@@ -291,7 +305,8 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
     finite = jnp.isfinite(peak)
-    # `frexp` gives peak < 2**e; the exponent is e - 7, so peak < 128 * 2**exponent.
+    # The second result of `frexp` is e with peak < 2**e. The exponent is e - 7, so the block's
+    # numbers are below 128 * 2**exponent.
     exponent = jnp.frexp(jnp.where(finite, peak, jnp.zeros_like(peak)))[1] - 7
     # For a smaller exponent this type has no normal power of two, and its inverse would overflow.
     exponent = jnp.maximum(exponent, jnp.finfo(x.dtype).minexp)
@@ -392,7 +407,7 @@ def _is_local(parts, axis_name):
 
 
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
-    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of other leaves.
+    """Returns `quantized_leaf` of each float leaf of `block_size` numbers or more, else `exact`.
 
     `more` are trees like `x`, whose leaves are passed too.
     """
@@ -416,7 +431,7 @@ def _unzipped(pairs, x):
 
 
 def _with(x, error, axis_name):
-    """Returns the sum of `x` and the rounding error of the call before."""
+    """Returns the leaf `x` plus `error`, `[1, *dims]`, the rounding error of the last call."""
     if error.shape != (1, *x.shape):
         raise ValueError(
             f"quantized: the error of a leaf of shape {x.shape} must have the shape "
@@ -438,7 +453,10 @@ def _power_of_two(exponent, dtype):
 
 
 def _code(dtype):
-    """Returns the integer dtype that holds the exponents of `dtype`; its smallest means NaN."""
+    """Returns the integer dtype that holds the exponents of `dtype`; its smallest value means NaN.
+
+    The exponents of float64, up to 1024, need 16 bits. Those of the other float types fit in 8.
+    """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
 

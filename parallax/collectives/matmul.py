@@ -48,6 +48,8 @@ from parallax.collectives.types import (
 
 def _from_both_sides(n: int) -> Route:
     """Returns the table in which each block travels along the shorter side, the farthest first."""
+    # A round is {step: offsets}: the blocks of the devices `offsets` places further on go `step`
+    # places on.
     rounds = []
     for h in range(n // 2, 0, -1):
         # The opposite device is equally far on both sides: its block goes one way only.
@@ -73,8 +75,8 @@ def all_gather_matmul(
     In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. It equals
     `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
     with one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
-    transposed weight. Reverse derivatives of any order apply, under `vmap`, `scan` and `checkpoint`
-    too; forward derivatives do not.
+    transposed weight. Reverse-mode differentiation works to any order, also under `vmap`, `scan`
+    and `checkpoint`; forward-mode does not work.
 
     Args:
         x: one device's rows. Its last dim is multiplied; the others are the batch.
@@ -111,8 +113,8 @@ def matmul_reduce_scatter(
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
     is never whole. The sums that travel have `x`'s type. The transpose in `x` is
-    `all_gather_matmul` with the transposed weight. Reverse derivatives of any order apply, under
-    `vmap`, `scan` and `checkpoint` too; forward derivatives do not.
+    `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any order,
+    also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: all rows, and this device's share of the inputs.
@@ -146,6 +148,7 @@ def _all_gather_matmul(x, weight, axis_name, axis):
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
+    # The shape of one block's product; the result has n of them along `axis`.
     y = jax.eval_shape(functools.partial(jnp.tensordot, axes=1), x, weight)
     return _as_they_arrive(x, axis_name, multiply, _zeros(_times(y.shape, axis, n), y.dtype, x))
 
@@ -168,6 +171,7 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
 
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
+    # The weight [D, *F_X] has one dim of inputs, D: it becomes [*F_X, D].
     d_x = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
     return d_x, d_weight
 
@@ -218,7 +222,7 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     The device's own `x` is visited first, then the nearest ones on both sides.
     """
 
-    def write(carry, _, j, block):
+    def write(carry, _, j, block):  # `_` is the number of the table: there is only one
         return visit(carry, j, block)
 
     table = _from_both_sides(axis_size(axis_name))
@@ -228,7 +232,7 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
     """Returns the sum over devices of `product(j)`, on device j, from both sides at once."""
 
-    def term(_, j):
+    def term(_, j):  # `_` is the number of the table: there is only one
         return product(j)
 
     table = _from_both_sides(axis_size(axis_name))

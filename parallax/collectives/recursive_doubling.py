@@ -43,7 +43,7 @@ def _hops_of(n: int) -> list[list[tuple[int, int]]]:
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of messages of `_all_reduce`, for `cost`: each carries the whole array."""
+    """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers."""
     hops, nbytes = _hops_of(devices(n)), size * itemsize
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
     rounds = []

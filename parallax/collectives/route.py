@@ -113,7 +113,7 @@ class Route:
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
-            # In row-major order, this device's coordinate in the dim is me % whole // stride. The
+            # In row-major order the place of device `me` along the dim is me % whole // stride. The
             # constants are int32: in 64-bit mode a Python int would widen the traced number.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
@@ -137,7 +137,10 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns, after each round as run, the length of the longest chain of messages so far."""
+        """Returns, for each round in the order of running, the longest chain of messages up to it.
+
+        In a chain, each message waits for the one before.
+        """
         return self._hops[back]  # `back` is False or True: index 0 or 1
 
     @functools.cached_property
@@ -154,7 +157,7 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns, after each round, the length of the longest chain of dependent messages so far."""
+    """Returns, for each round, the length of the longest chain of dependent messages up to it."""
     # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}
     longest = [0]
@@ -203,6 +206,7 @@ def _check(route: Route) -> None:
                 )
     # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:
+        # Point 0 is the own block, which stays.
         missing = [o for o in route.points()[1:] if o not in sent]
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
@@ -276,6 +280,7 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
         return tuple(map(int, words.split()))
 
     try:
+        # The first line is "box", the shape, the number of rounds; the second has the titles.
         (_, shape, count), _, *blocks = lines
         rounds: list[dict[Point, list[Point]]] = [{} for _ in range(int(count))]
         for r, step, offset in blocks:

@@ -22,7 +22,7 @@ from parallax.collectives.route import Point
 def all_reduce_array(x, routes, axis_name):
     """Returns the sum over devices of `x`, the same bits on every device.
 
-    Each of the n blocks, along a dim of `x` or of its vector, is summed on one device only.
+    `x` is cut into n blocks, along one of its dims or as a vector. One device alone sums a block.
     """
     n, parts = routes[0].n, len(routes)
     # The first dim that fits: slices along an outer dim are contiguous in memory.
@@ -102,7 +102,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
     # Every place is written later, so no time is spent on zeros.
     empty = empty_like(lax.empty, shape, blocks[0])
-    # Without the barrier XLA could fuse some blocks with later operations: others on each device.
+    # Without the barrier XLA could fuse some blocks with later operations, and not the same ones on
+    # each device.
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 

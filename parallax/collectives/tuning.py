@@ -114,7 +114,7 @@ def fit(
         ]
         for f, count, options in probes:
             calls.append((functools.partial(_call, f, count, axis_name, options), nbytes))
-            costs.append(cost.of(f, 4 * count, n))
+            costs.append(cost.of(f, 4 * count, n))  # a float32 has 4 bytes
     return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
 
 
@@ -139,9 +139,10 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
         # Seconds, and seconds per byte, differ by nine decades: without a scale, the solution would
         # lose the smaller ones.
         scale = np.maximum(relative.max(axis=0), 1e-300)
-        for used in map(list, itertools.combinations(range(4), count)):
+        # The four terms are those of alpha, beta, gamma and start; `count` of them are not 0.
+        for terms in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
-            rates[used] = _least_absolute(relative[:, used] / scale[used]) / scale[used]
+            rates[terms] = _least_absolute(relative[:, terms] / scale[terms]) / scale[terms]
             differences = np.abs(relative @ rates - 1)
             if rates.min() >= 0 and differences.sum() < best:
                 best = differences.sum()
@@ -175,7 +176,8 @@ class Choice(NamedTuple):
     def fastest(self, nbytes: int) -> Callable[..., Any]:
         """Returns the function that is expected to be the fastest for `nbytes`.
 
-        Between two sizes of the race, the logarithm of the time is interpolated.
+        Between two sizes of the race, the logarithm of the time is interpolated. Below the smallest
+        and above the largest size, the time at that size counts.
         """
         log_nbytes = math.log(max(nbytes, 1))
         log_sizes = [math.log(size) for size in self.sizes]
@@ -282,7 +284,7 @@ def _all_reduce_call(f: Callable[..., Any], axis_name: AxisName) -> Callable[...
 def _predicted(
     rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
 ) -> dict[Callable[..., Any], list[float]]:
-    """Returns the seconds of each function at each size, by the model."""
+    """Returns the seconds of each function at each size, by the formulas of `cost`."""
     return {f: [cost.seconds(cost.of(f, size, n), link) for size in sizes] for f in rivals}
 
 
@@ -314,9 +316,13 @@ def measure(
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
-        """Returns the compiled program of `f` on each device's block [1, numbers]."""
+        """Returns the jitted program of `f` on each device's block [1, numbers].
+
+        Its first call compiles it.
+        """
 
         def body(x):
+            # The dim of 1 is this device's place among the n rows that `spec` splits.
             return varying(f(x[0]), axis_name)[None]
 
         return jax.jit(meshes.spmd(body, mesh=mesh, in_specs=(spec,), out_specs=spec))
@@ -327,13 +333,13 @@ def measure(
     times = np.zeros((rounds + 1, len(calls)))
     for r in range(rounds + 1):
         for k, (program, (_, nbytes)) in enumerate(zip(programs, calls, strict=True)):
-            # One call of a small array is too short to be timed. Round 0 compiles.
+            # One call of a small array is too short to be timed. Round 0 compiles, and is dropped.
             repeats = min(8, max(1, 2**22 // nbytes)) if r else 1
             start = time.perf_counter()
             for _ in range(repeats):
                 jax.block_until_ready(program(inputs[nbytes]))
             times[r, k] = (time.perf_counter() - start) / repeats
-    medians = np.median(times[1:], axis=0).astype(np.float32)  # the first round compiles
+    medians = np.median(times[1:], axis=0).astype(np.float32)
     # All processes must choose alike, so all take the times of the slowest.
     spec = P(mesh.axis_names)
 

@@ -5,8 +5,9 @@ devices) or *invariant* (it is the same on all). An *unreduced* value is a sum t
 yet: each device has one term. A *reduced* value is the same on all, and its cotangent is unreduced.
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
-`lax.pcast` goes from invariant to varying only. So the result of a ring of `ppermute`s could never
-leave the map under `out_specs=P()`. And JAX would derive its transpose hop by hop.
+`lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
+of `ppermute`s could never leave the map under `out_specs=P()`. And JAX would derive its transpose
+hop by hop.
 
 Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
 its own term of an unreduced value. `linear` pairs a linear function with its transpose, as
@@ -286,13 +287,13 @@ def _linear_impl(x, *, forward, backward, name):
 
 
 def _linear_type(x, *, forward, backward, name):
-    """Returns the type of `forward(x)`."""
+    """Returns the abstract type of `forward(x)`."""
     # `forward` is traced, since the replication type of its result follows from its operations.
     return jax.make_jaxpr(forward)(x).out_avals[0]
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns the cotangent of `x`: `backward`, which is itself linear with transpose `forward`."""
+    """Returns the cotangent of `x`: `backward` of `cotangent`, linear with transpose `forward`."""
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
@@ -333,7 +334,7 @@ def linear_collective(
         """Returns `function` with its result declared as `state` along `axis_name`."""
 
         def typed(x):
-            """Returns `function` of `x` typed as varying, with the states of its result declared.
+            """Calls `function` on `x`, typed as varying, and declares the states of the result.
 
             Along other axes the result has the states of `x`: `function` is linear and sends
             nothing along them, so terms of a sum give terms, and equal values give equal ones.

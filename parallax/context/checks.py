@@ -34,7 +34,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
     names = set(axes(Axis.of(axis).names))
 
     def wrapped(*arguments):
-        """Returns the result of `layers`, after the check of their trace."""
+        """Returns the result of `layers`, after the check of its traced program."""
         arrays, static = eqx.partition(arguments, is_array)
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
@@ -174,7 +174,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     # is treated as if it depended on the arguments.
     varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
-    tables, inside = [], []
+    tables, inner_tables = [], []
     for eqn in jaxpr.eqns:
         # An equation without arguments combines nothing with them.
         if reached.isdisjoint(eqn.outvars):
@@ -186,11 +186,12 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
             and atom not in reached
             and atom.aval.shape.count(tokens) == 2
         ]
+        # The inner jaxpr of a `jit` or `checkpoint` may make tables too.
         if jaxprs.called(eqn) is not None:
             (body,) = jaxprs.closed(eqn.params)
-            inside += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
+            inner_tables += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
-        return inside
+        return inner_tables
     # The equations that do not depend on the arguments are enough to compute the tables.
     counted = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
@@ -206,7 +207,7 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
         return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
 
-    return [*map(by_tokens, arrays), *inside]
+    return [*map(by_tokens, arrays), *inner_tables]
 
 
 def _is_causal(table: np.ndarray) -> bool:
@@ -223,7 +224,7 @@ def _is_causal(table: np.ndarray) -> bool:
 
 
 def _equations(program: Any) -> Iterator[Any]:
-    """Yields each equation of a program, and of the collectives of this library in it."""
+    """Yields each equation of a program, of its inner jaxprs, and of this library's collectives."""
     for eqn in jaxprs.every(program):
         yield eqn
         # This primitive of `collectives.types` holds functions and no jaxpr, so one is traced.
@@ -282,8 +283,8 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the heads of queries and keys do not fit each other.
 
-    If q varies along an axis and k does not, the axis may split the heads of q. Then k
-    may have only one head: of several, a device's queries would need some.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then k may have
+    only one head: if it had several, each device's queries would need only some of them.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -330,7 +331,7 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 
 
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
-    """Raises `ValueError` if a device with H query heads needs another number than G key heads.
+    """Raises `ValueError` if a device with H query heads needs a number of key heads other than G.
 
     `heads` are the numbers of query heads and of key heads of the whole model.
     """

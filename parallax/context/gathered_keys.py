@@ -66,7 +66,10 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
 
 
 def _gather(x: Array, axis: Axis) -> Array:
-    """Returns `A[B, T_X] -> A[B, T]`, typed as varying; its transpose is a reduce-scatter."""
+    """Returns all devices' tokens, typed as varying: `A[B, T_X] -> A[B, T]`.
+
+    The transpose is a reduce-scatter by the algorithm of `axis`.
+    """
 
     def forward(x):
         return axis.all_gather(x, axis=1, tiled=True)

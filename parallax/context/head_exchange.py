@@ -52,7 +52,7 @@ def ulysses(
                 "of heads."
             )
         in_order, inverse = sequence_order(q.shape[1], n, order)
-        # Copies of neighbouring key heads, so that each device gets those of its query heads.
+        # Each key head is copied, so that each device gets the key heads of its query heads.
         copies = _copies(H, G, n)
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         # [B, T_X, H, K] -> [B, T, H_X, K], then the tokens in the order of the sequence.

@@ -39,8 +39,8 @@ class Kernel(NamedTuple):
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees nothing has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms of these keys in the
-            gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that these keys add to
+            the gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
             query with an `lse` of infinity has weights of 0.
     """
 
@@ -132,6 +132,7 @@ def _forward(
         # A query that saw no key has the sum 0, and gets an output of 0.
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
         out, lse = out / divisor[..., None], peak + jnp.log(divisor)
+        # From [B, G, H / G, t, ...] to [B, t, G, H / G, ...].
         return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
 
     _, (out, lse) = lax.scan(queries, None, query_tiles)
@@ -151,7 +152,7 @@ def _backward(  # noqa: PLR0913
     positions: Marks | None = None,
     block: int,
 ):
-    """Returns the gradients of q, k and v: the terms of these keys.
+    """Returns the terms that these keys add to the gradients of q, k and v.
 
     The weights of a tile are computed again from the log-sum-exps.
     """
@@ -166,6 +167,7 @@ def _backward(  # noqa: PLR0913
     def queries(sums, query_tile):
         """Returns the sums of dk and dv after one tile of queries, and the dq of that tile."""
         (q, ct, lse, mean), q_marks = query_tile
+        # From [B, t, G, H / G] to [B, G, H / G, t, 1], to broadcast over the scores.
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):

@@ -41,6 +41,7 @@ def comms(
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
     ring = partial(attention, axis=context_axis, order=order)
 
+    # This device's share of whole sequences `x`, whose dim `dim` is tokens.
     def context_tokens(x, dim):
         return local_tokens(x, context_axis, order=order, dim=dim)
 
@@ -59,5 +60,8 @@ def comms(
 
 
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `attention` over `axis`, in place of causal softmax attention `attend`."""
+    """Returns `attention` over `axis`, in place of `attend`, causal softmax attention.
+
+    `attend` is not called: the ring computes the same itself.
+    """
     return partial(attention, axis=axis)

@@ -50,6 +50,7 @@ def blockwise(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
             "Pass positions=(of the queries, of the keys)."
         )
+    # One array of segments holds for the queries and for the keys.
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
     for mark, x in zip(marks or (), (q, k), strict=False):
         check_segments("context.blockwise", mark, x.shape[:2])
@@ -75,7 +76,7 @@ def blockwise(
 
     @jax.custom_vjp
     def run(*arrays):
-        return forward(*arrays)[0]
+        return forward(*arrays)[0]  # the output without the residuals
 
     run.defvjp(forward, backward)
     return run(*varying(arrays, union))

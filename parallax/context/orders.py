@@ -62,7 +62,7 @@ class BlockPairs(NamedTuple):
     """The blocks of scores of each device, by the chunks of its queries and of the keys of a hop.
 
     Attributes:
-        chunks: c, the chunks of a device.
+        chunks: c, the number of chunks of a device.
         own: [n, pairs, 3]: each device's pairs (query's chunk, key's chunk, 1) of its own queries
             and keys, without the c pairs of a chunk with itself.
         hops: [n - 1, n, pairs, 3]: the pairs of each hop. A pair whose third number is 0 is
@@ -80,7 +80,9 @@ class BlockPairs(NamedTuple):
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """Returns the table of n devices: in hop h device i has the keys of device i - h.
+    """Returns the blocks of scores that each of n devices computes; see `BlockPairs`.
+
+    In hop h device i has the keys of device i - h.
 
     In `zigzag` order a device computes 2n + 1 blocks of (T/2n)^2 scores, of which 2n are needed. In
     `contiguous` order it computes n blocks of (T/n)^2, twice as many scores as needed. Raises the

@@ -87,7 +87,7 @@ def attention(
     # JAX's own derivative of the loop would keep each hop's keys; this one sends them again.
     @jax.custom_vjp
     def run(*arrays):
-        return _forward(ring, *arrays)[0]
+        return _forward(ring, *arrays)[0]  # the result without the residuals
 
     run.defvjp(partial(_forward, ring), partial(_backward, ring))
     return run(*varying((q, k, v, segments), union))
@@ -152,7 +152,7 @@ def _forward(ring: _Ring, q, k, v, segments):
     # The first message is sent before the local blocks are computed, so that it takes no extra
     # time.
     arrived = ring.send(keys) if n > 1 else keys
-    # Each chunk with itself, by q, k and v; the segments are passed apart.
+    # Each chunk with itself. `queries` are (q, segments), and `keys` are (k, v, segments).
     sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
     sums = visit(sums, keys, ring.local_pairs())
     # The last hop is not in the loop, since its keys need not be sent on.
@@ -198,7 +198,8 @@ def _backward(ring: _Ring, residuals, ct):
 
     arrived = ring.send(keys) if n > 1 else keys
     diagonal = _diagonal(ring, ring.kernel.backward, queries[-1], keys[-1])
-    # The arguments are q, k, v, out, lse and ct; the segments are passed apart.
+    # The arguments are q, k, v, out, lse and ct. The segments, the last of `queries` and of `keys`,
+    # were given to `_diagonal`.
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
@@ -215,10 +216,10 @@ def _backward(ring: _Ring, residuals, ct):
 
 
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
-    """Returns a function that applies `f`, a kernel's, to arrays [c, B, ...]: a chunk with itself.
+    """Returns a function that applies a kernel's function `f` to each chunk with itself.
 
-    These are the blocks on the diagonal, the only ones with a causal mask inside. The c chunks are
-    passed to the kernel as one larger batch.
+    It takes and returns arrays [c, B, ...]. These are the blocks on the diagonal, the only ones
+    with a causal mask inside. The c chunks are passed to the kernel as one larger batch.
     """
 
     def as_batch(x):

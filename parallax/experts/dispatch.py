@@ -113,6 +113,7 @@ class Gathered:
     ) -> BytesSent:
         """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token."""
         rows = (n - 1) * tokens
+        # `BytesSent` is (out, back, ids, weights); an id is an int32.
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * k * 4, rows * k * itemsize
         )
@@ -188,7 +189,7 @@ class exchanged:
     ) -> BytesSent:
         """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row.
 
-        With a capacity of 1, the numbers are k (n - 1)/n T D.
+        With a capacity of 1, (n - 1) C D is k (n - 1)/n T D.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         return BytesSent(rows * width * itemsize, rows * width * itemsize, rows * 4)
@@ -243,7 +244,8 @@ class ragged:
                 f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
-        # The mean is k T: each of n devices sends k T / n rows to this one. (So `parts` is 1.)
+        # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
+        # most, every token of every device wants all of its experts here.
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
         # For each choice: its token, the expert's device, the expert's number there, and its rank
         # among the choices that want this device.
@@ -260,7 +262,10 @@ class ragged:
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def empty(rows):
-            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs."""
+            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs.
+
+            Adding a row of `x` times 0 lets the type vary.
+            """
             return jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
 
         arrived = exchange.to_experts(x[in_order(wanted.token)], empty(room))
@@ -277,7 +282,8 @@ class ragged:
     ) -> BytesSent:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
-        The ids are an int32 for each row, and the n counts that each device gathers.
+        `ids` counts an int32 for each row, and the n int32 counts that a device sends to each of
+        the n - 1 others.
         """
         rows = k * tokens * (n - 1) // n
         return BytesSent(
@@ -375,8 +381,8 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
     """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k]."""
     tokens, k = ids.shape
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
-    # The rank is the place among all choices sorted by device, minus the first place of the device.
-    # `places` inverts `order`.
+    # A choice's rank is its place among all choices sorted by device, minus the first place of the
+    # choices of its device (`starts`). `places` inverts `order`.
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
     places = (

@@ -158,7 +158,7 @@ def _table(
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
-    """Returns the loop over blocks, with the loop of its backward pass.
+    """Returns a function that runs all experts in a loop over blocks, with its backward pass.
 
     `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert.
     """
@@ -217,6 +217,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         sums = lax.fori_loop(jnp.zeros_like(count), count, body, sums)
         d_trained, d_x, d_weights = jax.tree.map(_as_type_of, sums, differentiated)
         no_gradient = jax.tree.map(lambda _: None, others)
+        # Whole numbers, `source` and `ids`, have no gradient either.
         return d_trained, no_gradient, d_x, None, None, d_weights
 
     run.defvjp(forward, backward)
@@ -245,6 +246,7 @@ def _add(total: Array, index: Array, term: Array) -> Array:
     return total.at[index].add(term.astype(total.dtype), mode="drop", unique_indices=True)
 
 
+# Adds the gradient of expert i to the sum [E, ...].
 def _add_at(i: Array, total: Array, term: Array) -> Array:
     return total.at[i].add(term.astype(total.dtype))
 

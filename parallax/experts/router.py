@@ -125,7 +125,7 @@ def statistics(
         axis: the axis that splits the tokens of a sequence, if one does.
         counted: the number of devices of that axis that counted the same `dropped`.
     """
-    axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape
+    axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape  # [B, T, E]
     # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)

@@ -193,6 +193,7 @@ class _Round(eqx.Module):
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
         present = everyone if self.present is None else jnp.asarray(self.present)
+        # [islands], the same on all devices; `varying` allows each to read its own entry.
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
@@ -310,7 +311,8 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         return x[0]
 
     arrays, static = eqx.partition(inner, trees.is_array)
-    # The step's number has no dim of islands: it is left out here and put back below.
+    # The step's number is one for all islands and has no dim of them: it is left out here and put
+    # back below.
     stacked = eqx.tree_at(_step_of, arrays, None)
     local_arrays = jax.tree.map_with_path(without_island_dim, stacked)
     local_arrays = eqx.tree_at(_step_of, local_arrays, arrays.step, is_leaf=_is_none)
