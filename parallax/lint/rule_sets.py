@@ -47,7 +47,7 @@ def rules(
     * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over such an
       axis. Its gates are stacked, so a shard has rows of some of the gates.
     * `too-many-bytes`: more than `limit` bytes on a device. All devices have equally many bytes,
-      since a split dim divides by its axes.
+      since a split dim is a multiple of the devices on its axes.
 
     Args:
         tree: the parameters.

@@ -1,11 +1,11 @@
 """Follows the dims of the values between parameters and loss: which dims are split, and which sums
 over them are not complete.
 
-A dim is split if the spec of a trained argument splits it. The dims that a product makes of it,
-such as hidden units and heads, are split too. So are the dims that the spec of a batch splits,
-except the first one, which counts the rows. A reduction over a split dim gives each device its own
-term, and the next operation should be a collective over the axis. Two operations before it are
-mistakes: the term meets the split dim again (as in a norm or a softmax), or a value that is the
+A dim is split if the spec of a trained argument splits it. The dims that a matrix product puts in
+its place, such as hidden units and heads, are split too. So are the dims that the spec of a batch
+splits, except the first one, which counts the rows. A reduction over a split dim gives each device
+its own term, and the next operation should be a collective over the axis. Two operations before it
+are mistakes: the term meets the split dim again (as in a norm or a softmax), or a value that is the
 same on all devices is added to the term (a bias). Only values of the forward pass that have a dim
 of the batch's rows are checked; gradients and updates have the dims of weights.
 
@@ -343,8 +343,8 @@ class _Operation:
     # Operations that reduce dims
 
     def _reduced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a sum, a maximum or a minimum. If a dim that is reduced is split, each device's
-        result is a term."""
+        """Follows a sum, a maximum or a minimum. If a reduced dim is split, each device's result is
+        only one term of the reduction."""
         value, dims = inputs[0], self._dims(inputs[0])
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)

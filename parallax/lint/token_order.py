@@ -51,7 +51,7 @@ def _differently_ordered(
     tables: Sequence[np.ndarray],
 ) -> Iterator[Finding]:
     """Yields a finding for each table of places, [devices, tokens of a device], that contradicts
-    the order of these tokens. `sizes` has the devices on each axis."""
+    the order of these tokens. `sizes` gives the number of devices on each axis."""
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)

@@ -59,7 +59,7 @@ def search(
     only in ZeRO's stage and in remat, only the fastest that fits is listed. Tensor parallelism also
     splits tokens if it can, since that moves as many bytes and keeps fewer. A pipeline splits the
     batch into microbatches of `choices.sequences` sequences each. A schedule that defers the
-    weights' gradients computes nothing again. ZeRO splits over all replicas, or within groups of
+    weights' gradients recomputes nothing. ZeRO splits over all replicas, or within groups of
     them (HSDP).
 
     Args:

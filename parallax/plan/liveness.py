@@ -48,8 +48,8 @@ class Buffer:
 
     @property
     def place(self) -> "Buffer":
-        """The first buffer of the chain of buffers that this one is written over; itself if it is
-        written over none."""
+        """The buffer whose memory this one uses: the first in the chain of buffers that are written
+        over each other; this buffer itself if it is written over none."""
         return self if self.into is self else self.into.place
 
 
