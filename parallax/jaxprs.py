@@ -312,6 +312,7 @@ class FollowingAlong(Following):
     """Propagates facts through a program that runs over a mesh axis, `axis`."""
 
     def __init__(self, axis: str):
+        """Begins with an empty cache of the axes over which equations communicate."""
         self.axis = axis
         # A cache by the equation's id, since a loop's body is read several times. The equation is
         # stored too: while it lives, no other can have its id.

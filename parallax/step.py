@@ -1,7 +1,7 @@
 """Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
 
 An array varies along a mesh axis if its type says that it may differ between the devices. Along
-such an axis a parameter is a shard.
+such an axis a parameter is a shard. `checked` refuses an optimizer that is wrong on shards.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ def make(
         new, old = (model, optimizer_state), (state.model, state.optimizer)
         # A finite gradient can still overflow in the update, such as in a square of Adam's.
         finite &= ~_lost(new, old, norm, reduce_norm_over)
-        taken = finite
+        taken = finite  # whether the step is not skipped
         if limit is not None:
             taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
         model, optimizer_state = precision.select(taken, new, old)
@@ -369,6 +369,7 @@ def planned(
     statics = []
 
     def make_arrays():
+        """Returns a new model with None for its static leaves, which it adds to `statics`."""
         arrays, static = eqx.partition(make_model(), trees.is_array)
         # `jax.eval_shape` returns only arrays, so the static leaves are stored in this list.
         statics.append(static)

@@ -251,6 +251,7 @@ def _lowered(
     """
     if way != LINEAR:
         keep = functools.partial(_keep, mark, way, recorder)
+        # No token (None), since reports may come in any order, and no results ([]).
         without_results, avals = context.replace(avals_out=[]), cast(Any, context.avals_in)
         mlir.emit_python_callback(
             without_results, keep, None, operands, avals, [], has_side_effect=True

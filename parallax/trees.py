@@ -113,7 +113,8 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     """Returns the index of the parameter to which an array of an optimizer's state belongs, or
     None.
 
-    The parameter is the longest of `paths` with which `path` ends.
+    The parameter is the longest of `paths` with which `path` ends: optimizers keep trees like the
+    parameters, such as `0.mu.blocks.weight` for `blocks.weight`.
     """
     fitting = [
         i

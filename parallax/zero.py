@@ -187,6 +187,7 @@ def sharded(
         )
 
     def update(updates, state, weights, **extra):
+        """Returns whole updates, and the state of this device's shares; `updates` are gradients."""
         gradients = jax.tree.map_with_path(gradient_share, updates, weights)
         weight_shares = jax.tree.map_with_path(share, weights)
         updates, state = update_shares(gradients, state, weight_shares, **extra)

@@ -3,7 +3,8 @@ split the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
-parameter of which each device has a part; other parameters are copies.
+parameter of which each device has a part; other parameters are copies. `A {U_X}` is a term, on each
+device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only these names.
 """
 
 import numbers
@@ -350,6 +351,8 @@ def local_gradients(
     """
     types.check_typed()
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
+    # `mesh.spmd` sets `UNEVEN_AXES`; `ENCLOSING` has the axes of the gradient functions around
+    # this.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)
     if unclear := sorted(enclosing.shares.intersection(shares)):
@@ -442,9 +445,13 @@ def _program_with_shares(
 
 
 class _Program:
-    """A gradient function, traced on these parameters and this batch: `closed` is its jaxpr."""
+    """A gradient function, traced on these parameters and this batch, to check its program before
+    or after a run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
+    of its results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
+        """Traces the function. Only arrays are arguments of a program, so other leaves are
+        constants."""
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
 
         def of_arrays(arrays):
@@ -469,9 +476,11 @@ class _Program:
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         is_data = [False] * len(params) + [True] * len(batch)
-        # By argument: `unsent` says whether it meets data on the way to the loss without a
-        # collective over the axis, and `reached` whether the loss depends on it at all.
+        # Of the first result, the loss. By argument: `unsent` says whether it meets data on the way
+        # to the loss without a collective over the axis, and `reached` whether the loss depends on
+        # it at all.
         uses = jaxprs.uses(self.closed, name, data=is_data)[0]
+        # Not `strict`: the arguments after the parameters are the batch.
         for (path, leaf), is_used in zip(params, uses.unsent, strict=False):
             if is_used and trees.dotted(path) in shares:
                 raise ValueError(

@@ -1,4 +1,8 @@
-"""The norm of gradients whose leaves may be shards, and clipping by it."""
+"""The norm of gradients whose leaves may be shards, and clipping by it.
+
+A gradient that varies along an axis, as its type says, is a shard over that axis. An algorithm,
+such as `ring`, makes an axis from a name: `ring("data")`.
+"""
 
 import numbers
 from collections.abc import Sequence

@@ -198,6 +198,7 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
+        """Returns one value of the head, [M, ...], the same on all stages."""
         # If the stages computed the head together, all of them have its values.
         if jobs.shared_out(values):
             return values

@@ -72,6 +72,7 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)  # before the last one
 
     def constant(self, aval: Any, value: Any) -> Terms:
+        """Returns the terms of a constant of the program."""
         # A constant that is not known, or is traced, has no number to compute with.
         if value is None or isinstance(value, core.Tracer):
             return Terms()

@@ -207,6 +207,7 @@ class Programs:
         params = self.params
 
         def chunk_of(w):
+            """Returns one chunk of an array of the blocks: `[v, ...] -> [...]`."""
             # The only chunk needs no index from the table.
             if self.schedule.chunks == 1:
                 return w[0]
@@ -358,6 +359,8 @@ class Programs:
             moving, still = eqx.partition(y, eqx.is_inexact_array)
 
             def loss_of(ends, moving):
+                """Returns `(loss, aux)` of the head, for the arrays that it is differentiated
+                by."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
                 # The mask is inside, so that the gradient is 0 where the loss does not count.

@@ -134,8 +134,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     These errors are rules that place no leaf, leaves without a spec, and paths that occur twice.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
-    # Rule by rule instead of leaf by leaf, so that a rule that places no leaf is found. `taken` has
-    # the placements by the leaf's number in `arrays`.
+    # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
+    # leaf is found. `taken` has the placements by the leaf's number in `arrays`.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
     unplaced = set()
@@ -153,6 +153,7 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
+    # Each `fsdp` once, by identity: its globs in `keep` must match some leaf.
     for wrapper in (
         {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
         if arrays

@@ -100,6 +100,7 @@ class fsdp:
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
     def __post_init__(self):
+        """Refuses a size below 1."""
         if self.size < 1:
             raise ValueError(
                 f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
@@ -149,7 +150,7 @@ def matches_glob(pattern: str, path: str) -> bool:
     """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
-        """Returns whether the globs match all parts."""
+        """Returns whether the globs, the parts of a pattern, match all parts of a path."""
         if not globs:
             return not parts
         # `**` stands for no part, or for the first part and any number of later ones.

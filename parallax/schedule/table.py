@@ -221,7 +221,7 @@ class Schedule:
     def makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
-        """Returns the time of all ticks, each with an exchange, of time `hop`, at its end.
+        """Returns the total time of the ticks. Each tick ends with an exchange that takes `hop`.
 
         In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
         a tick takes the time of its most expensive job. Costs are of one microbatch through a whole

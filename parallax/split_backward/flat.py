@@ -108,6 +108,7 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
     may be a NumPy array."""
 
     def value_of(atom):
+        """Returns the value of one variable or literal as a JAX array."""
         if is_literal(atom):
             return jnp.asarray(atom.val, atom.aval.dtype)
         value = values[atom]
