@@ -53,7 +53,7 @@ def instructions(
         """Adds the instructions of a computation that runs `times` times in a step."""
         for line in program[name]:
             # The time of a fusion includes that of the instructions in it.
-            if line.opcode in ("while", "conditional", "call"):
+            if line.opcode in ("while", "conditional", "call"):  # all branches count
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))
             elif (taken := int(times) * costs.of(line)) and not line.collective:

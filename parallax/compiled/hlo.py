@@ -234,7 +234,7 @@ def _instruction(name: str, definition: str) -> Instruction:
 
 
 def runs(program: Module) -> Iterator[Run]:
-    """Returns the collectives of a program, in the order of its text, from all branches of
+    """Yields the collectives of a program, in the order of its text, from all branches of
     conditionals."""
 
     def inside(

@@ -56,7 +56,7 @@ def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -
     """Returns the lines in a `shard_map` that reshape a last dim of size `outputs` into two dims of
     the sizes `parts`.
     """
-    lines = {}
+    lines = {}  # a dict, as a set would not keep their order
     for body in jaxprs.inner(shard_map):
         for eqn in jaxprs.every(body):
             if eqn.primitive.name == "reshape":

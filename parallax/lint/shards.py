@@ -218,6 +218,7 @@ class ShardMap:
             return
         dims_of, sums = updates.elements(program, result, dims)
         for node, value, axes in sums:
+            # Only a gradient is a mistake: a part that a product, a reduction or a loop made.
             if updates.is_made(program, value, dims):
                 facts = program.types[value], axes, self.devices(axes)
                 self.note(mistakes.shards_summed, node, *facts)

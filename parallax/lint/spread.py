@@ -9,8 +9,12 @@ are mistakes: the term meets the split dim again (as in a norm or a softmax), or
 same on all devices is added to the term (a bias). Only values of the forward pass that have a dim
 of the batch's rows are checked; gradients and updates have the dims of weights.
 
-A *term* is a device's part of a reduction over a split dim (`Term`). The rules, one for each kind
-of operation, take the facts of the operands (`inputs`) and return those of the results.
+A `Dim` has the facts of a dim: `split`, the axes that split it; `within`, the same for an inner
+part of a split dim that a reshape cut; whether it counts the batch's `rows`; whether its elements
+were `drawn` at random, or made by counting on the device (`counted`); the slices (`parts`) of split
+dims that it is made of. A *term* is a device's part of a reduction over a split dim (`Term`). The
+rules, one for each kind of operation, take the facts of the operands (`inputs`) and return those of
+the results.
 """
 
 import functools

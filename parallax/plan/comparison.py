@@ -44,6 +44,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     """
     memory = compiled.memory_analysis()
     assert memory is not None
+    # All arguments are placed on one mesh.
     mesh = next(iter(jax.tree.leaves(compiled.input_shardings))).mesh
     along: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh):

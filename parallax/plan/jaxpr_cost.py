@@ -9,6 +9,8 @@ element by element, so that it may be written over one of them.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
 equations take the operands, which results are `used`, and how many `readers` each result has.
+`times` is the product of the trips of the loops around. `at` is a call of the caller's, whose line
+the equations inside a function of JAX get; else None.
 """
 
 from collections import Counter
@@ -138,6 +140,7 @@ class Reading:
         known |= {var: self._constant(var) for var in jaxpr.constvars}
         # For each equation, which of its results are needed; None for an equation without any.
         _, needed_results = self.needed(jaxpr, used)
+        # How many operations read each variable.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)

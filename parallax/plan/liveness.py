@@ -116,6 +116,7 @@ def peak(
     born: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
         for made in operation.writes:
+            # Only loops have an `inner` peak.
             born[made] = 0 if early and operation.inner else k
             until[made] = last[made]
         for made, under in operation.over:

@@ -60,7 +60,7 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     A, S = b * T * config.width, b * config.heads * scores
     stream = A / t if layout.sequence else A
     narrow = FLOAT if layout.precision == "full" else short
-    return Sizes(
+    return Sizes(  # whole, split, scores, narrow, stream, gathered
         A, A / t, S / t, narrow, stream, A if recomputed(layout).keeps_gathered else stream
     )
 

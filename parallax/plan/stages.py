@@ -84,6 +84,7 @@ def stage_work(
                 in_halves=True,
             )
             for name in ("forward", "backward", "weight", "head"):
+                # The traced program of the job.
                 counts.append(_products(opened(jobs.programs[name].program)))
             return ()
 

@@ -123,6 +123,7 @@ def trace(
         if needed
     ]
     buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
+    # Results with the donated buffers that they are written over, and the other results.
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
     # Copies of donated arguments live from here until all results are written.
     copied = compiler_copies.first(

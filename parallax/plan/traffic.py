@@ -284,6 +284,7 @@ class _Step:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
         two halves of its all-reduces."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
+        # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
@@ -391,6 +392,7 @@ class _Step:
                     gathers = self._gathers(leaf) * layers
                     share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
+            # The share has `self.wide` bytes for each number; `gathered` are gathered.
             yield from self.all_gather(
                 "parameters gathered", over, share // self.wide * gathered, gathers, gathered
             )
