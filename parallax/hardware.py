@@ -99,6 +99,7 @@ class Hardware:
                 of its cores.
         """
         # A chip has one device, or two if each of its two cores is a device.
+        # Without a torus, the product of its dims is 1, and nothing is refused.
         cores, remainder = divmod(math.prod(axes.values()), math.prod(self.torus))
         if remainder or (self.torus and cores not in (1, 2)):
             raise ValueError(
@@ -120,7 +121,8 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB
-    return Hardware(name, "cuda", memory * GB, *rates, 8, fast, slow, reached=(0.9, 0.8))
+    domain = 8  # the GPUs of a machine, which NVLink joins
+    return Hardware(name, "cuda", memory * GB, *rates, domain, fast, slow, reached=(0.9, 0.8))
 
 
 def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware:
@@ -128,6 +130,7 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
 
     `chips` is the number of chips of the largest slice.
     """
+    # Seconds per hop, per byte that is sent, and per received byte that is added.
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, rate * TERA, bandwidth * GB
@@ -171,6 +174,7 @@ def named(name: str) -> Hardware:
     key, _, sizes = name.lower().partition(":")
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
+    # Sizes that are no numbers are missing in `torus`, so its text differs from `sizes`.
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "

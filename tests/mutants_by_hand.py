@@ -1641,8 +1641,8 @@ GPT2 = (
     ),
     Mutant(
         "Fields.read",
-        "came.keys() | (new.keys() & {*FREE, *self.free})",
-        "came.keys()",
+        "stated.keys() | (new.keys() & {*FREE, *self.free})",
+        "stated.keys()",
         "test_model_files.py::test_what_the_file_leaves_out_is_left_out_again",
     ),
     Mutant(
@@ -2478,7 +2478,9 @@ TRACED = (
 ALARM = "test_bisect.py::test_no_alarm_in_a_right_layout"
 BISECT = (
     Mutant("_form", "1 / count if backward or is_mean else 1.0", "1.0", ALARM),
-    Mutant("_form", "set(mark.varying) - placed - terms if backward else terms", "terms", ALARM),
+    Mutant(
+        "_form", "set(mark.varying) - block_axes - terms if backward else terms", "terms", ALARM
+    ),
     Mutant(
         "_places",
         "block * form.microbatches + report.microbatch",

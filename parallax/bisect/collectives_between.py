@@ -3,6 +3,10 @@
 A *tap* is an equation that reports a value. Its `mark` has its path, which names the value in the
 model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
 backward through the equations from one value to the nearest taps.
+
+Of the functions of `jaxprs`, `inner(eqn)` returns the jaxprs in an equation, `called(eqn)` the
+jaxpr of an equation that calls a function or None, and `every(jaxpr)` all equations, inner ones
+too.
 """
 
 import itertools
@@ -260,7 +264,9 @@ def _mesh(body: _Body | None) -> Any:
 
 
 def _collective_function(eqn: JaxprEqn) -> str:
-    """Returns the name of the function of `parallax.collectives` that was called, or ""."""
+    """Returns the name of the function of `parallax.collectives` that was called, or "". If several
+    of `_NAMED_COLLECTIVES` called each other, it is the outermost one, which the user called.
+    """
 
     def is_inside(frame):
         """Returns whether a frame is in the folder of collectives."""
@@ -276,12 +282,15 @@ def _caller(eqn: JaxprEqn) -> str:
     this call. The first may be a line of the package, as of `tensor.reduce_from`.
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
+    # Files directly in the package's folder, such as tensor.py, are no models; those in its folder
+    # `models` are.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [
         f"{_short(frame.file_name)}:{frame.line_num} ({frame.function_name})"
         for frame in (*frames[:1], *model_frames[:1])
     ]
+    # One line if both frames are the same.
     pairs = zip(("in", "for"), dict.fromkeys(lines), strict=False)
     return "".join(f" {word} {line}" for word, line in pairs)
 

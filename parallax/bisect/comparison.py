@@ -237,7 +237,9 @@ def _described(
     if key.way == ARGUMENT:
         text = f"the runs are given other values; {text}"
     if copies and key.layer >= 0:
+        # The reports of several layers under one number look like copies that differ.
         text += "; or several layers have this number"
+    # If copies differ, the wrong part may be the number of the microbatch or of the layer.
     program_slice = _slice_before(b, key, numbers=bool(copies))
     # Equal values of the taps at which the slice begins, in this layer or a neighbour.
     taps = program_slice.taps if program_slice else ()

@@ -105,7 +105,7 @@ def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns the names of the axes, or of products of up to three axes, that have this size."""
+    """Returns the names of the axes, or of products of two or three axes, that have this size."""
     names = [name for name, count in counts.items() if count > 1]
     products = (axes for k in (1, 2, 3) for axes in itertools.combinations(names, k))
     return [" x ".join(axes) for axes in products if np.prod([counts[a] for a in axes]) == size]

@@ -6,8 +6,9 @@ copies of a value that is typed as varying, each has a term of the cotangent. If
 a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the batch, so the
 cotangents of one part are multiplied by 1 / parts.
 
-A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the place of the
-device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none).
+A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the index of the
+device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none). For each of the
+dims `mark.placed`, its `places` has the positions of the block's elements in the whole array.
 """
 
 import dataclasses
@@ -248,7 +249,7 @@ class _Form(NamedTuple):
         sizes: the sizes of the axes.
         dims: for each dim, the axes that split it.
         rows: the dim of the batch's rows; None if there is none.
-        placed: the axes along which devices have different blocks.
+        block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
         scale: the factor of the sum, which makes it a mean.
@@ -259,7 +260,7 @@ class _Form(NamedTuple):
     sizes: dict[str, int]
     dims: list[tuple[str, ...]]
     rows: int | None
-    placed: set[str]
+    block_axes: set[str]
     summed: set[str]
     joined: bool
     scale: float
@@ -285,22 +286,23 @@ def _form(
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
-    placed = {axis for dim in dims for axis in dim} | _along_places(reports, names)
+    block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
     is_mean = BATCH in mark.terms  # terms of the loss, the mean over equal parts of the batch
     mean_axes = [axis for axis in means if axis in sizes]
     terms = {axis for axis in mark.terms if axis in sizes} | set(mean_axes if is_mean else ())
     # For a cotangent, sums and copies change places.
-    summed = set(mark.varying) - placed - terms if backward else terms
+    summed = set(mark.varying) - block_axes - terms if backward else terms
+    # Without rows of the batch, each microbatch has a term of a cotangent, or of the loss.
     joined = in_rows is None and (backward or is_mean)
     count = math.prod(sizes[name] for name in mean_axes) * microbatches
     scale = 1 / count if backward or is_mean else 1.0
-    return _Form(names, sizes, dims, in_rows, placed, summed, joined, scale, microbatches)
+    return _Form(names, sizes, dims, in_rows, block_axes, summed, joined, scale, microbatches)
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
     """Returns one value, assembled from all devices and microbatches. Terms are added up, blocks
     are put in their places, and copies are compared with the first of them."""
-    copy_axes = [name for name in form.names if name not in form.placed | form.summed]
+    copy_axes = [name for name in form.names if name not in form.block_axes | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
     by_microbatch = form.rows is None and not form.joined
     # By the place of a block, and then by the owner of a copy (its place along `copy_axes`, and its
@@ -308,7 +310,7 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     blocks: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
-        place = [index[name] for name in form.names if name in form.placed]
+        place = [index[name] for name in form.names if name in form.block_axes]
         place.append(-1 if form.rows is None else report.microbatch)
         owner = (*(index[name] for name in copy_axes), report.microbatch if by_microbatch else -1)
         copies, value = blocks.setdefault(tuple(place), {}), _wide(report.value)
@@ -365,6 +367,7 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
     for i, name in enumerate(names):
         first_places: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
         for device, places in by_device.items():
+            # By the device's indices along all other axes.
             first = first_places.setdefault((*device[:i], *device[i + 1 :]), places)
             if not all(map(np.array_equal, first, places)):
                 axes.add(name)
@@ -372,22 +375,25 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 
 
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
-    """Returns the shape of the whole value: each dim has the blocks of all devices that split it,
-    or the largest reported place and one."""
+    """Returns the shape of the whole value. A dim has the blocks of all devices that split it; a
+    dim whose positions are reported has the largest position, counted from 0, and one.
+    """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
     if form.rows is not None:
         shape[form.rows] *= form.microbatches
-    for order, dim in enumerate(reports[0].mark.placed):
-        shape[dim] = 1 + max(int(report.places[order].max(initial=0)) for report in reports)
+    # `report.places` has the positions of the dims `placed`, in the same order.
+    for number, dim in enumerate(reports[0].mark.placed):
+        shape[dim] = 1 + max(int(report.places[number].max(initial=0)) for report in reports)
     return shape
 
 
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
     """Returns, for each dim, the indices of a report's block in the whole value.
 
-    A report of a placed dim states them. In other dims they are those of block number `block`,
-    counted over the axes of the dim, the outermost first, and then over microbatches.
+    For the dims `mark.placed` the report has the indices. In other dims they are those of block
+    number `block`, counted over the axes of the dim, the outermost first, and then over
+    microbatches.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []

@@ -8,7 +8,7 @@ from parallax.commands.options import add_command, layout_of, model, use_cpus
 
 
 def add_checks(commands: Any) -> None:
-    """Adds both commands and their options."""
+    """Adds the commands `compare` and `bisect` to argparse's `commands`, with their options."""
     add_command(
         commands,
         "compare",
@@ -115,6 +115,7 @@ def first_difference(options: argparse.Namespace) -> str:
 
     if reference is None:
         reference = bisect.record(lambda: run(Layout()))
+    # A device's loss is the mean over its own sequences and, with a context axis, its own tokens.
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)

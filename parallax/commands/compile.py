@@ -15,7 +15,7 @@ from parallax.commands.options import (
 
 
 def add_compile(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Adds the command `compile` to argparse's `commands`, with its options."""
     command = add_command(
         commands,
         "compile",
@@ -89,6 +89,7 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
             f"--islands must divide the {len(target.devices)} devices; got {count}. "
             "Use --islands 1."
         )
+    # `fixed`: an error must not propose another number of devices than the target has.
     layout = layout_of(options, chosen.config, len(target.devices) // count, fixed=("devices",))
     key, batch = jax.random.key(0), count * options.batch
     axes = {"island": count, **layout.axes} if count > 1 else layout.axes

@@ -183,7 +183,9 @@ def flag(name: str, value: Any) -> str:
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags of a proposal: one for each field in `change`."""
+    """Returns the flags of a proposal: one for each field in `change`. The first argument, the
+    fields that the user has written, is not used.
+    """
     return " ".join(flag(name, value) for name, value in change.items())
 
 

@@ -17,7 +17,7 @@ from parallax.commands.options import (
 
 
 def add_plan(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Adds the command `plan` to argparse's `commands`, with its options."""
     command = add_command(
         commands,
         "plan",

@@ -88,6 +88,7 @@ def _starts(
     the random order of an epoch, which has `windows` windows. The offset is from 0 to `spare`.
     """
     # NumPy promises that the raw values of Philox never change; its `permutation` may change.
+    # One key of 128 bits, from two numbers of 64. The first value draws the offset.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)
@@ -117,6 +118,7 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
     for key in keys:
+        # The highest `half` bits of a mixed number.
         left, right = right, left ^ (_mixed(right ^ key) >> np.uint64(64 - half))
     return left << shift | right
 

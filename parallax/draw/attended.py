@@ -25,9 +25,10 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
         ImportError: with a `path`, if matplotlib is not installed.
     """
     # chunks is [device, chunk of the device]. The pairs of hop 0 are table.own, [device, pair, 3],
-    # and those of later hops are table.hops, [hop - 1, device, pair, 3]. A pair is the number of a
-    # local chunk of queries, the number of a chunk of keys, and 1; or 0 for 1 if the pair is only
-    # padding, since in a hop all devices compute equally many pairs.
+    # and those of later hops are table.hops, [hop - 1, device, pair, 3]. A pair has three numbers:
+    # the place of a chunk of queries among the device's chunks, that of a chunk of keys among the
+    # chunks of the device that the keys come from, and 1; or 0 if the pair is only padding, since
+    # in a hop all devices compute equally many pairs.
     chunks, table = chunk_table(order, n), block_pairs(order, n)
     hops = np.full((chunks.size, chunks.size), -1)  # -1: the mask hides the whole block
     for device, local_chunks in enumerate(chunks):

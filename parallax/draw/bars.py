@@ -78,7 +78,7 @@ def _stacked_bars(
     """Draws a stacked bar for each plan, with a box for each kind of bytes and the total on top."""
     totals = [sum(plan.values()) for plan in plans.values()]
     unit, name = canvas.scale(max(totals))
-    width = max(1.3, 0.085 * max(map(len, plans)) + 0.3)
+    width = max(1.3, 0.085 * max(map(len, plans)) + 0.3)  # inches per plan: room for its name
     picture = canvas.figure(max(4.6, width * len(plans) + 3.2), 4.4)
     axes = picture.add_subplot()
     bottom = [0.0] * len(plans)

@@ -46,6 +46,7 @@ def colour(k: int, count: int) -> Any:
         return COLOURS[k]
     from matplotlib import colormaps
 
+    # The ends of the map are left out: they are dark.
     return colormaps["turbo"](0.05 + 0.9 * k / (count - 1))
 
 
@@ -54,6 +55,7 @@ def ink(background: Any) -> str:
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(background)
+    # The sum weighs the colours by how bright they look.
     return "black" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
 
 

@@ -64,7 +64,7 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     """Returns the number of microbatches that one stage holds, from time 0 on. `spans` are the
     stage's jobs.
     """
-    last_lane = list(schedule.lanes)[-1]
+    last_lane = list(schedule.lanes)[-1]  # weight if there is one, else backward: frees residuals
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
     count, at_time = 0, {0.0: 0.0}

@@ -45,7 +45,7 @@ def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Pat
     rows, columns = numbers.shape[-2:]
     across = min(len(panels), 4)
     down = -(-len(panels) // across)  # rounded up
-    cell = 0.62 if max(rows, columns) <= 16 else 9 / max(rows, columns)
+    cell = 0.62 if max(rows, columns) <= 16 else 9 / max(rows, columns)  # inches
     width = max(across * (cell * columns + 0.9), 0.085 * len(title) + 2.0)
     picture = canvas.figure(width, down * (cell * rows + 0.75) + 0.4)
     subplots = picture.subplots(down, across, squeeze=False).flat

@@ -1,7 +1,8 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
 All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
-device that is o places after the one that holds it.
+device that is o places after the one that holds it. This *owner* has the block's sum over all
+devices in the end.
 """
 
 import itertools
@@ -17,9 +18,11 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     """Returns a table as text: for each round, the blocks that every device sends, and the blocks
     that it then holds.
 
-    Offsets are numbered in row-major order of the box, which is the grid of the devices. The
-    numbers after a block list the devices whose terms are summed in it, by their distance before
-    the owner. For a gather, read the rounds backwards.
+    The first line has the numbers of devices, rounds and messages, and the length of the longest
+    chain of messages that wait for each other, "in a row". Offsets are numbered in row-major order
+    of the box, which is the grid of the devices. The numbers after a block list the devices whose
+    terms are summed in it, by their distance before the owner. For a gather, read the rounds
+    backwards.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -43,6 +46,7 @@ def _lines(table: Route) -> Iterator[str]:
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
+    # For each round, `hops` has the longest chain of messages up to it that wait for each other.
     yield (
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
@@ -71,15 +75,20 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 
 
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
-    """Yields the blocks that a device holds, first at the start and then after each round: a
-    dictionary from a block's offset to the numbers of the devices that are summed in it.
+    """Yields the blocks that a device holds, first at the start and then after each round.
+
+    They are a dictionary from a block's offset to the set of the devices whose terms are summed in
+    it, each by its distance before the block's owner.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
+    # At first, block o has only this device's term, and this device is o places before its owner.
     blocks = {number: {number} for number in numbers}
     yield blocks
     for r in range(len(table.rounds)):
         moves = _moves(table, r)
+        # A device sends as all others do, so it receives the same terms as it sends.
         sent = {before: blocks[before] for _, before, _ in moves}
+        # Copies of the sets: the caller has those of the round before.
         blocks = {o: set(terms) for o, terms in blocks.items() if o not in sent}
         for _, before, after in moves:
             blocks[after] |= sent[before]
@@ -115,7 +124,7 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
     """Draws the devices in a circle, and an arrow for each message of `rounds`, which have the same
     messages.
     """
-    angles = [2 * math.pi * device / table.n for device in range(table.n)]
+    angles = [2 * math.pi * device / table.n for device in range(table.n)]  # clockwise from the top
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]
     sends = table.rounds[rounds[0]]
     for k, step in enumerate(sends):

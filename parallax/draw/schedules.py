@@ -118,8 +118,8 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Returns the width in inches of a picture of `spans` in which the shortest job has room for
-    its number.
+    """Returns the width of a picture of `spans`, from 6 to 22 inches; up to 22, the shortest job
+    has room for its number.
     """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)

@@ -60,6 +60,7 @@ def grouped(
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
+    # For the mask: the place of each query (`rows`) and of each key (`columns`).
     rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     sees = columns <= rows + first

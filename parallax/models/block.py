@@ -1,7 +1,8 @@
 """The pre-norm transformer block that all families here share: attention, then a feed-forward.
 
 A family gives the functions in which it differs: one computes queries, keys and values, one is the
-feed-forward, and one is dropout.
+feed-forward, and one is dropout. `residual` and `split` are taps: they return their argument
+unchanged, and report it to a recording by `bisect`, under its path.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Block(eqx.Module):
 
 
 def _unchanged(y: Any, site: int) -> Any:
-    """Returns `y`: a family without dropout."""
+    """Returns `y`: the dropout of a family that has none."""
     return y
 
 

@@ -48,7 +48,7 @@ class Checked(NamedTuple):
         for field in fields:
             value = getattr(self.config, field)
             needs = f"{self.name} needs {field}"
-            try:
+            try:  # a bool is an integer in Python, but no size
                 number = None if isinstance(value, bool) else operator.index(value)
             except TypeError:
                 number = None
@@ -58,6 +58,7 @@ class Checked(NamedTuple):
                 raise ValueError(f"{needs} of {least} or more; got {short(value)}.")
             if number > most:
                 raise ValueError(f"{needs} of {most} or less; got {short(value)}.")
+            # A frozen dataclass refuses a plain assignment.
             object.__setattr__(self.config, field, number)
 
     def real(self, *fields: str, bound: Bound) -> None:
@@ -70,6 +71,7 @@ class Checked(NamedTuple):
                 number = math.nan
             if not bound.holds(number):
                 raise ValueError(f"{self.name} needs {field} {bound.text}; got {short(value)}.")
+            # A frozen dataclass refuses a plain assignment.
             object.__setattr__(self.config, field, number)
 
     def divides(self, size: str, parts: str) -> None:

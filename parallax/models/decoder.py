@@ -151,6 +151,7 @@ def train_step(
     layout.check(config.sizes | {"batch": batch})
     _check(family, layout, mesh, compute)
     weights_key, dropout_key = jax.random.split(key)
+    # `specs` are those of the gradients that the optimizer gets.
     state, specs = _planned_state(family, config, optimizer, layout, mesh, weights_key, compute)
     setup = Setup(family, config, layout, mesh, specs, compute)
     functions, compose = recipe.functions_of(setup), compute.grad_of or recipe.grad_of
@@ -244,7 +245,8 @@ def compiled(
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
         mesh: the mesh.
-        keys: a function from the step's number to the random keys of the global batch, or None.
+        keys: a function from the step's number to the random keys of the global batch; it returns
+            None without dropout.
         batch_spec: the spec of the batch.
         info_spec: the spec of the loss and the norm.
         options: the number of options of `local`. Each is the same on all devices; one that the
@@ -256,13 +258,17 @@ def compiled(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
-        """Returns the new arrays of the state, and the step's info."""
+        """Returns the new arrays of the state, and the step's info. `given` are the options that
+        the caller passes; the others are None.
+        """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
             eqx.combine(arrays, static), Batch(windows, keys(arrays.step), weights), *all_options
         )
         return eqx.filter(new, meshes.is_array), info
 
+    # `jax.jit` cannot take the static leaves, so `_TrainArrays` leaves them out and adds them
+    # again.
     return _TrainArrays(train, static) if jax.tree.leaves(static) else train
 
 
@@ -303,6 +309,7 @@ def loss_step(
     gathered one by one. The loss uses the fields `axes`, `attention`, `context_attention`,
     `documents`, `expert_dispatch`, `comms` and `schedule` of `compute`.
     """
+    # These choices concern only the backward pass, which a loss does not have.
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
@@ -318,6 +325,7 @@ def loss_step(
     loss = recipe.loss_of(recipe.functions_of(setup), setup)
 
     def local(model, batch):
+        """Returns the loss on this device's blocks of the model and of the batch."""
         return loss(model, recipe.weighted(batch, setup))
 
     evaluate = meshes.spmd(local, mesh=mesh, in_specs=(specs, P(layout.batch_axes)), out_specs=P())
@@ -383,6 +391,7 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
             return blocks
         chunks = layout.chunks
         blocks = _on_arrays(blocks, lambda w: w.reshape(chunks, -1, *w.shape[1:]))
+        # `placed` has the place in the model of each chunk of each stage, [v, stages].
         return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)
 
     return split

@@ -4,6 +4,11 @@ The families here differ in their blocks and in their positions. The embedding, 
 loss are the same, and are here. The vocabulary is split over stages and tensor devices: each stage
 holds 1/P of the rows, so each computes 1/P of the head, and none is slower than the others.
 
+`comms` is a `tensor.Comms`, the functions by which devices communicate: `comms.everywhere` are the
+axes that split the vocabulary, and `comms.context_tokens(x, dim)` is the part of `x` for the tokens
+that this device computes. The functions of `decoder_taps` return their argument unchanged, and
+report it to a recording by `bisect`.
+
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
 
@@ -77,6 +82,7 @@ def loss_and_aux(
     argument_checks.check_not_deleted(name, model)
     argument_checks.check_tokens(name, batch.windows, vocabulary, weights=batch.weights)
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
+    # `()`: there is no pipeline, and one stage, at place 0 of the model, runs all layers.
     embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
     out = output(stage(model, embed_part(model, batch), batch, 0))
     value = head_of_part(model, out.x, batch)
@@ -181,7 +187,8 @@ def stages(
     """
 
     def embed_part(model, part):
-        """Returns the first block's input, [B, T shard, D], of a microbatch, the `Batch` `part`.
+        """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
+        a tuple of its first fields.
 
         The vocabulary is split over `axis` and over the stages, which `shared` names.
         """
@@ -197,9 +204,10 @@ def stages(
         )
 
     def stage(model, x, part, position):
-        """Returns the output of the blocks of one chunk, which comes at `position` in the model.
+        """Returns the output of the blocks of one chunk, the chunk at the place `position` in the
+        model.
 
-        `x` is the input, [B, T shard, D], and `part` the microbatch, a `Batch`.
+        `x` is the input, [B, T shard, D], and `part` the microbatch, as in `embed_part`.
         """
         windows, keys, _, segments = Batch(*part)
         on_axis = comms(axis)
@@ -221,8 +229,8 @@ def stages(
         )
 
     def head_of_part(model, x, part):
-        """Returns the mean cross-entropy of a microbatch, the `Batch` `part`, from the last block's
-        output.
+        """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
+        last block's output `x`, [B, T shard, D].
         """
         windows, _, weights, _ = Batch(*part)
         return head(
@@ -279,8 +287,8 @@ def unembed(
     model: Any, x: Float[Array, "batch tokens width"]
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits of a whole model, from the output of its last block."""
-    rows = model.norm(x, model.config.epsilon) @ model.unembedding.T
-    return rows[..., : model.config.vocabulary]
+    scores = model.norm(x, model.config.epsilon) @ model.unembedding.T
+    return scores[..., : model.config.vocabulary]  # without the rows of padding
 
 
 def head(
@@ -324,7 +332,7 @@ def positions(
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     """Returns a function `(*shape, scale=0.02)` that draws normal numbers with the deviation
-    `scale`. It has a random key for each of `count` calls.
+    `scale`. It has a random key for each of `count` calls, and fails at a later call.
     """
     keys = iter(jax.random.split(key, count))
 

@@ -1,6 +1,8 @@
 """The taps of a decoder. A tap returns its argument unchanged, and while a recording is on it
 reports the value with its path and with its places in the whole model. So runs that split rows,
 tokens, heads and hidden units in different ways can be compared.
+
+In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 """
 
 from collections.abc import Callable
@@ -30,7 +32,8 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
         x,
         path,
         P(taps.BATCH),
-        # Positions of the whole sequence, split as the tokens (dim 1) are.
+        # The positions of the whole sequence, which has `token_shards` times the tokens of `x`,
+        # split over the devices as the tokens, dim 1 of `x`, are.
         places={1: comms.local_tokens(_positions(x.shape[1] * comms.token_shards), dim=0)},
     )
 
@@ -52,7 +55,9 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
 
 
 def loss(value: Any) -> Any:
-    """Returns the loss of a part of the batch, with a tap that takes the mean over the parts."""
+    """Returns the loss of a part of the batch, with a tap. Its spec says that the parts are not yet
+    added up, so the record of the loss is their mean.
+    """
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
 
@@ -70,7 +75,7 @@ def block(
     """
 
     def tapped(weights, x, layer):
-        """Returns the output of the block; its weights have taps with the number of the layer."""
+        """Returns the output of the block. The taps of its weights report the layer's number."""
         with recording.at(layer=layer):
             return apply(
                 taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
@@ -84,8 +89,8 @@ def block(
 def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block.
-    `specs` and `where` are those of `block`.
+    """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block. The
+    taps' paths begin with `name`; `specs` and `where` are those of `block`.
     """
 
     def tapped(model, *others):
@@ -118,7 +123,8 @@ def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
         x,
         path,
         spec,
-        # Positions of the whole sequence, split over context as the tokens (dim 1) are.
+        # The positions of the whole sequence, which has `context_shards` times the tokens of `x`,
+        # split over the context axis as the tokens, dim 1 of `x`, are.
         places={1: comms.context_tokens(_positions(x.shape[1] * comms.context_shards), dim=0)},
     )
 

@@ -54,7 +54,7 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
             f"documents needs whole numbers of the windows' shape {list(batch.windows.shape)}, one "
             f"for each token; got {numbers.dtype}{list(numbers.shape)}."
         )
-    same = numbers[:, 1:] == numbers[:, :-1]
+    same = numbers[:, 1:] == numbers[:, :-1]  # whether a target is of its input's document
     weights = batch.weights
     if weights is None:
         weights = jnp.ones(same.shape, jnp.result_type(float))
@@ -76,8 +76,10 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
             """Returns the arrays of the stage's result."""
             return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
 
+        # A tree like the arguments, with True for each array that the traced program reads.
         used = trace(array_results, *arrays).used
-        # The third argument of a stage, `(model, x, batch, position)`, is the batch.
+        # The third argument of a stage, `(model, x, batch, position)`, is the batch. A batch
+        # without segments has no leaf there, and is refused too.
         if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those "
@@ -95,6 +97,8 @@ def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """
-    rows = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
+    sizes_by_row = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
     tokens = np.shape(numbers)[1]
-    return float(np.mean([np.sum(sizes * (sizes + 1)) / (tokens * (tokens + 1)) for sizes in rows]))
+    # n tokens have n (n + 1) / 2 such pairs; the 2 cancels.
+    shares = [np.sum(sizes * (sizes + 1)) / (tokens * (tokens + 1)) for sizes in sizes_by_row]
+    return float(np.mean(shares))

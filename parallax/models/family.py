@@ -161,7 +161,7 @@ def run_blocks(
         return result, None
 
     x, stacked = lax.scan(next_block, x, (arrays, layers), unroll=unroll)
-    if stacked is None:
+    if stacked is None:  # the blocks return x alone
         return x
     losses, aux = stacked
     return Output(x, loss=None if losses is None else jnp.sum(losses), aux=aux)

@@ -31,8 +31,8 @@ def attention(
     """Returns `grouped(q, k, v)`, computed by JAX's Pallas kernel for TPUs.
 
     The kernel cannot do all that `grouped` can. `grouped` itself runs if 128 does not divide the
-    tokens, for float64, for documents packed into a window (`segments`), and for heads that it
-    refuses.
+    tokens, for float64, for documents packed into a window (`segments`), and for numbers of heads
+    that `grouped` refuses with an error.
 
     For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
     computes the scores again. It multiplies in the type of `q` and adds up in float32, so it equals
@@ -56,6 +56,7 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 
+    # `block_b` counts sequences; all other sizes count tokens.
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
     # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times, so the smallest
     # block needs the least memory.

@@ -91,7 +91,7 @@ def train_step(
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        options=2,
+        options=2,  # `limit` and `present`
     )
     return TrainStep(lambda model=None: state.init(one_island.init(model)), state.shapes, train)
 
@@ -126,4 +126,5 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
         return changed
 
+    # Changes both functions of the `DiskForm`; None stays None.
     return jax.tree.map(on_islands, decoder.stored(family, layout, schedule=schedule))

@@ -4,7 +4,8 @@ tensor.
 `functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them to
 one gradient function. To change a line, copy `grad_of`, and give the copy to
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
-model are its layers, and its *ends* are the weights outside them.
+model are its layers, and its *ends* are the weights outside them. A gradient function takes
+`(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -299,7 +300,7 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
         return rule, rule
     # A rule must not name an axis that the mesh lacks: without a context axis, "data" alone.
     axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
-    # The dims of the layers stay whole, so each device can run all its layers.
+    # The first dims, those of chunks and layers, stay whole, so each device can run all its layers.
     keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}
     sharded = rules.fsdp(axis_names, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
@@ -329,7 +330,9 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
 
 
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
-    """Returns those of `axes` that are in `names`, in the order of `names`, joined to one axis."""
+    """Returns those of `axes` that are in `names`, in the order of `names`, joined to one axis; if
+    there are none, the axis of one device.
+    """
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
 
@@ -516,7 +519,7 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
         result = output(stage(*arguments))
         if result.loss is None:
             return result
-        dtype = accumulation_dtype(result.loss.dtype)
+        dtype = accumulation_dtype(result.loss.dtype)  # float32 or wider: float16 could overflow
         return Output(result.x, result.loss.astype(dtype) * scale.astype(dtype), result.aux)
 
     return wrapped

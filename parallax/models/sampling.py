@@ -308,15 +308,16 @@ def _with_cache(
     values. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
     before it was -1.
     """
-    # The last token is drawn and not computed, so the cache needs no place for it.
-    row, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
-    token = token_of(row[0], keys[0], (prompt == NOTHING).any())
+    # No token follows the last one, so its keys and values need no place in the cache. `begin`
+    # returns the logits after the prompt, [1, V], and the cache.
+    logits, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
+    token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
         """Returns the token after the carry's, which is at `place`, as a step of `lax.scan`."""
         (token, cache), (key, place) = carry, inputs
-        row, cache = model.go_on(token[None], cache, place)
-        new = token_of(row[0], key, token == NOTHING)
+        logits, cache = model.go_on(token[None], cache, place)
+        new = token_of(logits[0], key, token == NOTHING)
         return (new, cache), new
 
     places = prompt.size + jnp.arange(keys.size - 1, dtype=jnp.int32)
@@ -380,7 +381,7 @@ def filtered(
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
     scores = jnp.where(scale == 0, greedy, shifted / jnp.where(scale == 0, 1, scale))
     if top_k is not None:
-        least = lax.top_k(scores, min(top_k, scores.size))[0][-1]
+        least = lax.top_k(scores, min(top_k, scores.size))[0][-1]  # the k-th largest
         scores = jnp.where(scores < least, -jnp.inf, scores)
     wrong = jnp.isnan(shifted).any() | ~((scale >= 0) & (scale < jnp.inf))
     if top_p is not None:
@@ -397,8 +398,9 @@ def filtered(
 
 
 def _scalar(needed: str, value: Any, most: float) -> Any:
-    """Returns `value`, a scalar, after a check that it is finite and from 0 to `most`; the value of
-    a tracer is unknown and is not checked. Errors begin with `needed`.
+    """Returns a scalar, unchanged if it is a JAX array, else as a float, after a check that it is
+    finite and from 0 to `most`. The value of a tracer is unknown and is not checked. Errors begin
+    with `needed`.
     """
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"{needed}; got {value!r}.")

@@ -73,10 +73,11 @@ class Stages:
 
     def __init__(self, name: str, meet: Meet):
         self.again, self._name, self._meet = False, name, meet
-        self._number, self._over = 0, False
+        self._number, self._over = 0, False  # the stages that ended; whether one of them failed
 
     def end(self, error: BaseException | None = None) -> None:
-        """Waits until all processes have ended this stage, and returns if all succeeded.
+        """Waits until all processes have ended this stage, and returns if all succeeded. If not, it
+        sets `again`, and raises an error on all processes.
 
         A barrier carries no message, so a process answers by whether it comes. A process with an
         error does not come to the barrier "well", so the others reach their deadline. If its error

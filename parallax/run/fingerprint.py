@@ -253,7 +253,7 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     if x.dtype == jnp.bool or (
         jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits <= 32
     ):
-        return x.astype(jnp.uint32)
+        return x.astype(jnp.uint32)  # exact modulo 2^32, so different numbers stay different
     bits = (
         jnp.finfo(x.dtype).bits
         if jnp.issubdtype(x.dtype, jnp.floating)
@@ -383,7 +383,7 @@ def _strays(
     counts = Counter(words_of.values())
     if len(counts) == 1:
         return []
-    (usual, most), (_, second) = counts.most_common(2)
+    (usual, most), (_, second) = counts.most_common(2)  # the words, and how many devices have them
     strays = [place for place, words in words_of.items() if most == second or words != usual]
 
     def alike(place):

@@ -88,9 +88,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     folder = Path(folder).absolute()
     file_lock = filelock.FileLock(
         folder / FILE,
-        timeout=0,
-        thread_local=False,
-        fallback_to_soft=False,
+        timeout=0,  # a held lock raises `Timeout` at once
+        thread_local=False,  # any thread may release the lock
+        fallback_to_soft=False,  # a soft lock would outlive a process that is killed
         on_acquired=functools.partial(_sign, folder / FILE),
     )
     created: list[Path] = []

@@ -177,7 +177,8 @@ def jsonl(
             because their steps are computed again.
         say: prints a message if an earlier session left incomplete lines, which are removed, or if
             lines wait.
-        patience: the seconds that lines may wait; after that the sink raises `OSError`.
+        patience: the seconds that lines may wait; a call that fails later than that raises
+            `OSError`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

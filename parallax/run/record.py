@@ -87,6 +87,8 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
             entries.pop("files", None)
             record = _typed(entries, folder / name)
             return (record.step, record.settings) == (step, settings)
+    # Without a record, the folder is empty but for a record that was only partly written, or it is
+    # not this run's.
     return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
 
 

@@ -29,33 +29,35 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
+    read_end, write_end = os.pipe()
+    # Python's handler must not wait, even if the pipe is full.
+    os.set_blocking(write_end, False)
     heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    wake = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def listen() -> None:
-        """Reads signals' numbers from the pipe until `END`, and calls `hear` for each of
-        `heard`."""
+        """Reads signals' numbers from the pipe, one byte each, until `END`, and calls `hear` if the
+        signal is in `heard`.
+        """
         count = 0
-        while (numbers_read := os.read(reads, 1)) != END:
-            if numbers_read[0] in heard:
+        while (byte := os.read(read_end, 1)) != END:
+            if byte[0] in heard:
                 count += 1
-                hear(signal.Signals(numbers_read[0]), count)
+                hear(signal.Signals(byte[0]), count)
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wake)
+        signal.set_wakeup_fd(wakeup_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.write(writes, END)
+        os.write(write_end, END)
         thread.join()
-        os.close(writes)
-        os.close(reads)
+        os.close(write_end)
+        os.close(read_end)
 
 
 def say(line: str) -> None:

@@ -54,6 +54,7 @@ class Spikes:
     def __init__(self, factor: float, budget: int, note: Mapping[str, Any] | None = None):
         note = note or {"losses": [], "at": [], "past": 0}
         self.factor, self.budget, self.past = factor, budget, int(note["past"])
+        # The last losses that were no spikes, and the steps of the last spikes.
         self._losses, self._at = list(note["losses"]), list(note["at"])
 
     @property

@@ -85,6 +85,7 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
         """Returns the shape and dtype of a result, with this sharding."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
 
+    # `lower` has traced `convert`, which left the leaves that are no arrays in `statics`.
     return eqx.combine(jax.tree.map(shape, lowered.out_info, shardings), statics[-1])
 
 
@@ -93,6 +94,7 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
+    # The call, which comes first, traces `convert`; it left its other leaves in `statics`.
     return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
 
 

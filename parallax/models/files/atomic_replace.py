@@ -1,10 +1,10 @@
 """Replaces the files of a folder all at once: the folder holds the old model, the new model, or no
 model that can be read.
 
-The new files are written into a folder of their own, and synced. Then the file `last` is removed,
-without which no reader accepts the folder. Then the other files are replaced, and the new `last` is
-moved in at the end. An error on the way restores the old files. A kill leaves a folder without
-`last`, with the old files in `.saving/old`; the next save removes them.
+The new files are written into a folder of their own, and synced. Then the file `last` is removed;
+no reader accepts a folder without that file. Then the other files are replaced, and the new `last`
+is moved in at the end. An error on the way restores the old files. If the process is killed, the
+folder is left without `last`, with the old files in `.saving/old`; the next save removes them.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         new.mkdir(parents=True)
         old.mkdir()
         yield new
-        for file in (*new.iterdir(), new):
+        for file in (*new.iterdir(), new):  # on the disk before an old file is touched
             _files.sync(file)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)

@@ -168,12 +168,12 @@ class Fields:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         passed_on = {*FREE, *self.free, *supported}
-        came = _as_json({name: fields[name] for name in fields.keys() & passed_on})
+        stated = _as_json({name: fields[name] for name in fields.keys() & passed_on})
         new = _as_json(self._new(numbers))
         # A field of `only` that the file leaves out has the value of a new model: no difference.
-        names = sorted(came.keys() | (new.keys() & {*FREE, *self.free}))
+        names = sorted(stated.keys() | (new.keys() & {*FREE, *self.free}))
         differing = (
-            (name, came.get(name, "")) for name in names if came.get(name) != new.get(name)
+            (name, stated.get(name, "")) for name in names if stated.get(name) != new.get(name)
         )
         return numbers, tuple(differing)
 
@@ -205,7 +205,7 @@ class Fields:
         do not change the meaning of the weights.
         """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
-        text = json.dumps([self.model_type, meant], default=vars)
+        text = json.dumps([self.model_type, meant], default=vars)  # records as their fields
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +224,8 @@ class Fields:
                 )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
-        """Refuses fields that are neither in a table nor in `others`, and free fields of a wrong
-        type.
+        """Refuses fields that are neither in a table nor in `others`, the names of fields whose
+        values are checked already; and free fields of a wrong type.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():
@@ -237,7 +237,7 @@ class Fields:
                 "gives the same logits without."
             )
         for name in fields.keys() & free.keys():
-            if free[name] and type(fields[name]) not in free[name]:
+            if free[name] and type(fields[name]) not in free[name]:  # (): any type
                 kinds = " or ".join(kind.__name__ for kind in free[name])
                 needed = kinds.replace("NoneType", "null")
                 raise ValueError(

@@ -23,7 +23,7 @@ def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
         "n_inner": None,
         "use_cache": True,
         "initializer_range": 0.02,
-        **{name: default for name, (default, _) in SUMMARY.items()},
+        **{name: default for name, (default, _) in SUMMARY.items()},  # of a classification head
     }
 
 
@@ -76,6 +76,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
         "mlp.up": ("mlp.c_fc", (D, 4 * D), (4 * D,)),
         "mlp.down": ("mlp.c_proj", (4 * D, D), (D,)),
     }
+    # `Leaf.over`: there is a tensor for each layer, whose number stands for {layer} in its name.
     layers = (("layer", config.layers),)
     table = {
         "wte": Leaf("wte.weight", (V, D), copies=("lm_head.weight",)),

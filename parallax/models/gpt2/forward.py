@@ -32,12 +32,12 @@ def block(
     """Returns the residual stream after one block, as `block.apply` computes it."""
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
-        # The bias is [3, H, K], with the heads of this device.
+        # Site 3 of `_at` is the attention weights. The bias is [3, H, K], for this device's heads.
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
         """Returns this device's queries, keys and values by head, from the normalised stream."""
-        y = comms.column(y, qkv.weight, qkv.bias)
+        y = comms.column(y, qkv.weight, qkv.bias)  # [B, T, 3, H, K]
         y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)
         return y[:, :, 0], y[:, :, 1], y[:, :, 2]
 
@@ -52,6 +52,7 @@ def block(
         return _dropped(y, keys, config.dropout, comms, layer, site)
 
     options = {"heads": heads, "feed_forward": feed_forward, "dropped": dropped}
+    # `apply` also returns the auxiliary value, which is None.
     return blocks.apply(weights, x, **options, epsilon=config.epsilon, comms=comms, attend=attend)[
         0
     ]
@@ -68,7 +69,7 @@ def _add_positions(model, x, keys, *, first, comms):
     """
     T = x.shape[1] * comms.token_shards
     whole = model.wpe
-    static = isinstance(first, int)
+    static = isinstance(first, int)  # not while text is drawn: there `first` is traced
     rows = whole[first : first + T] if static else lax.dynamic_slice_in_dim(whole, first, T)
     x = x + comms.local_tokens(rows, dim=0)[None]
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)

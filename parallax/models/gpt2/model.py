@@ -176,7 +176,7 @@ class GPT2(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, H = config.width, config.layers, config.heads
-        normal = initial(key, dtype, 6)
+        normal = initial(key, dtype, 6)  # six arrays are drawn
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         ones = functools.partial(jnp.ones, dtype=dtype)
         residual = 0.02 / (2 * L) ** 0.5  # deviation of the 2 L layers that add to the stream
@@ -244,6 +244,7 @@ def rules(
     each chunk over the stages, and the vocabulary over both axes. The rule is the same for any
     `size` of the axis.
     """
+    # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
     specs = {
         "wte": P(axis_name if stage is None else (stage, axis_name)),

@@ -119,8 +119,10 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns the function `Fields.new` for a class of transformers. It writes the special tokens
-    as null, because transformers uses tokens of its own if they are left out.
+    """Returns `Fields.new` of a class of transformers: a function from the numbers to the fields of
+    a new `config.json` that state none of them. These fields are the same for all numbers.
+
+    The special tokens are null, because transformers uses its own if the fields are left out.
     """
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     common = {"architectures": [architecture], "use_cache": True, "initializer_range": 0.02}
@@ -128,8 +130,8 @@ def _new(architecture: str) -> Any:
 
 
 def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
-    """Returns the supported values of the fields by which a Qwen could have sliding windows: all
-    layers use full attention.
+    """Returns the supported values of two fields of a Qwen: all layers use full attention, without
+    sliding windows, and positions have one dim.
     """
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 
@@ -188,7 +190,9 @@ def leaves(config: Config) -> dict[str, Leaf]:
     layers, copies = (("layer", config.layers),), ("lm_head.weight",) if config.tied else ()
 
     def of_layer(name: str, *shape: int, counts: tuple = layers) -> Leaf:
-        """Returns the leaf of a weight that each layer has; a matrix is transposed in the file."""
+        """Returns the leaf of a weight that each layer has; a matrix is transposed in the file.
+        `counts` is `Leaf.over`: the words in braces in the name, with the numbers of their values.
+        """
         return Leaf(f"layers.{{layer}}.{name}", shape, counts, transposed=len(shape) == 2)
 
     table = {
@@ -205,7 +209,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
         "key": config.groups,
         "value": config.groups,
     }.items():
-        path, theirs = f"blocks.attention.{ours}", f"self_attn.{ours[0]}"
+        path, theirs = f"blocks.attention.{ours}", f"self_attn.{ours[0]}"  # q, k or v
         table[f"{path}.weight"] = of_layer(f"{theirs}_proj.weight", heads * K, D)
         if config.bias:
             table[f"{path}.bias"] = of_layer(f"{theirs}_proj.bias", heads * K)

@@ -130,7 +130,7 @@ class Llama(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         D, L, K = config.width, config.layers, config.head_width
-        normal = initial(key, dtype, 9)
+        normal = initial(key, dtype, 9)  # at most nine arrays are drawn
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         ones = functools.partial(jnp.ones, dtype=dtype)
 
@@ -194,6 +194,7 @@ def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
     [L, E, ...] of this family's deviation.
     """
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
+    # Keys other than those of the rest of the model, for at most seven arrays.
     normal = initial(jax.random.fold_in(key, 1), dtype, 7)
     arrays = normal(L, E, D, F), normal(L, E, D, F), normal(L, E, F, D, scale=0.02 / (2 * L) ** 0.5)
     shapes = eqx.filter_eval_shape(lambda: experts.Gated(E, D, F, dtype=dtype, key=key))
@@ -226,8 +227,10 @@ def rules(
         ValueError: neither of `size` and the number of heads of keys and values divides the other.
             The rule that is returned raises it, when it is called.
     """
+    # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
+    # Those for the other dims: [D, H, K] or [D, F], and [H, K, D] or [F, D].
     column, row = (None, axis_name), (axis_name,)
     specs = {
         "table": rows,

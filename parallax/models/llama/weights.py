@@ -48,8 +48,9 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # Biases and norms of heads follow from the kind: no field states them. `num_local_experts`
-    # states the experts.
+    # Biases and norms of heads follow from the kind, by `MAKES`, the kind of model that each such
+    # field of `Config` makes: no field of the file states them. `num_local_experts` states the
+    # experts.
     options: dict[str, Any] = {
         field: True for field, name in MAKES.items() if name == kind and field != "experts"
     }
