@@ -159,7 +159,7 @@ def spmd(
 
     def mapped(*arguments):
         """Returns the result of `f`, as global arrays on the mesh."""
-        typed_mesh = _in_context(mesh)
+        typed_mesh = _in_context(mesh)  # with the axis types of `jax.set_mesh`
         arrays, static_in = eqx.partition(arguments, is_array)
         check_specs(arrays, in_specs, typed_mesh)
         arrays = _laid_out(arrays, in_specs, typed_mesh)
@@ -236,7 +236,7 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """
 
     def leaf(array, spec):
-        """Returns one array with the layout of its spec."""
+        """Returns one array, laid out by its spec if its own mesh or `mesh` has Explicit axes."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:

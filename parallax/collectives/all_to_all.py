@@ -62,7 +62,10 @@ def all_to_all(
     """
 
     def leaf(x):
-        """Returns one array after the exchange, with the transpose stated."""
+        """Returns one array after the exchange.
+
+        Its transpose is stated, so that JAX does not derive one hop by hop.
+        """
         x = check_block("all_to_all", jnp.asarray(x), axis_name)
         split = drop_in.dim_of("split_axis", split_axis, x.ndim)
         concat = drop_in.dim_of("concat_axis", concat_axis, x.ndim)

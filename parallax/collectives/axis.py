@@ -219,10 +219,15 @@ def _in_order(parts: list[Axis]) -> Axis:
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's slices of the sum, scattered over the first part first."""
+        """Returns this device's slices of the sum, scattered over the first of `parts` first.
+
+        `_groups` gives the axes of `parts` that are in `axis_name`, in groups with one algorithm.
+        """
 
         def leaf(x):
-            """Returns this device's slices of one array: each group scatters what is left of it."""
+            """Returns this device's slice of one array: each group of axes in turn scatters the
+            slice that the groups before it left.
+            """
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
                 # The dim of all devices becomes one dim for each group. The scatter along a group
@@ -236,7 +241,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
-        """Returns all devices' blocks, gathered over the last part first."""
+        """Returns all devices' blocks, gathered over the last of `parts` first."""
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""

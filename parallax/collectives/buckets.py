@@ -66,6 +66,7 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
                 # On a CPU a bucket waits for the last one (`done`), so that at most one packed copy
                 # is in memory at a time.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
+            # `parts` has one array by now: the packed bucket, or its only leaf.
             (total,) = algorithm.all_reduce(parts, axis_name)
             done = _unpacked(total, [leaves[i].shape for i in bucket])
             for i, reduced_leaf in zip(bucket, done, strict=True):

@@ -83,7 +83,10 @@ def all_gather_leaf(
         return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
 
     def backward(cotangent):
-        """Returns the cotangent of this device's block."""
+        """Returns the cotangent of this device's block, of `length` along `dim` of the result.
+
+        `to` is the type of the gathered result along the axis.
+        """
         # An invariant result has the whole cotangent on each device, so a device takes its slice.
         # Otherwise the devices have different cotangents, and their sum is scattered.
         if to == "invarying":

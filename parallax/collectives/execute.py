@@ -177,7 +177,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def terms_by_trip(table, step, offsets):
         """Returns a function from the trip to the terms that this device adds to a table's message.
 
-        The table's first message holds the partial sums for the devices at `offsets`.
+        The table's first message holds the partial sums for the devices at `offsets`. `sums` are
+        partial sums from earlier chains, by table and offset; `take` removes one of them.
         """
         route = routes[table]
 
@@ -203,7 +204,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        `messages` are (table, step, offsets) of the chain's first round.
+        `messages` are (table, step, offsets) of the chain's first round; `terms[table](trip)` are
+        the terms to add.
         """
         arrived = {}
         for table, step, _ in messages:

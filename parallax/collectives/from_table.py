@@ -100,7 +100,10 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's blocks of the sum of each array, as `lax.psum_scatter` does."""
+        """Returns this device's blocks of the sum of each array, as `lax.psum_scatter` does.
+
+        `slices` are the scatter and the gather of one array by the tables.
+        """
 
         def leaf(x):
             return drop_in.reduce_scatter_leaf(x, axis_name, slices, scatter_dimension, tiled)
@@ -108,7 +111,10 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return leaf_by_leaf(leaf, x, axis_name)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False, to="varying"):
-        """Returns all devices' blocks of each array, as `lax.all_gather` does."""
+        """Returns all devices' blocks of each array, as `lax.all_gather` does.
+
+        `slices` are the scatter and the gather of one array by the tables.
+        """
 
         def leaf(x):
             return drop_in.all_gather_leaf(x, axis_name, slices, axis, tiled, to)
@@ -141,7 +147,11 @@ def _prices(tables_of):
     """
 
     def rounds(block_size, n, itemsize, *, back):
-        """Returns the rounds for blocks of `block_size` numbers, cut into one share per table."""
+        """Returns the rounds of messages for blocks of `block_size` numbers, with a share per
+        table.
+
+        `back` says whether the tables run backwards, as a gather, which adds nothing.
+        """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))
         nbytes = [itemsize * length for _, length in shares if length]
@@ -222,9 +232,9 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """
 
     def leaf(x):
-        """Returns the sum of one array, typed as invariant along the axis."""
+        """Returns the sum of one array, computed by `total` and typed as invariant."""
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
-        if not axes(axis_name):
+        if not axes(axis_name):  # one device: the sum is `x`
             return x
 
         def forward(x):

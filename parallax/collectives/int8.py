@@ -282,6 +282,7 @@ class ErrorFeedback:
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             # `_with` adds the error of the call before. The parts of the devices are [n, ...].
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
+            # The sum of this device's part, and the errors of its terms for all parts, [n, size].
             total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
             result_error = _finite(total - result.astype(total.dtype))

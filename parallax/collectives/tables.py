@@ -116,6 +116,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
                 "that divides it."
             )
+        # The order (1, 0): first the ring inside a machine, then between machines.
         return product([between.table(n // g), ring.table(g)], (1, 0))
 
     name = f"machines({g})" if between is ring else f"machines({g}, {between.name})"

@@ -322,7 +322,8 @@ def measure(
         """
 
         def body(x):
-            # The dim of 1 is this device's place among the n rows that `spec` splits.
+            # The dim of 1 is this device's place among the n rows that `spec` splits. So the result
+            # is typed as varying, even if it is the same on all devices.
             return varying(f(x[0]), axis_name)[None]
 
         return jax.jit(meshes.spmd(body, mesh=mesh, in_specs=(spec,), out_specs=spec))

@@ -31,9 +31,10 @@ class Kernel(NamedTuple):
 
     Both take three options. `causal=` says whether query t sees only keys 0 to t. `segments=` is
     None, or the numbers of the tokens' documents, [B, T] and [B, S]: tokens of different documents
-    do not see each other. `positions=` is None, or the positions [T] and [S] that `causal` compares
-    instead of 0, 1, 2, ... `attention` passes no positions, so a kernel cannot compute a window or
-    ALiBi, which depend on them: see `gathered`. Results are float32 or wider.
+    do not see each other. `positions=` is None, or the positions [T] and [S]: then `causal` is
+    False, and a query sees only keys whose position is not after the query's. `attention` passes no
+    positions, so a kernel cannot compute a window or ALiBi, which depend on them: see `gathered`.
+    Results are float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
@@ -174,7 +175,8 @@ def _backward(  # noqa: PLR0913
             """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
-            # `errors` are the gradients of the scores.
+            # `errors` are the gradients of the scores. `mean` is the mean of the weights'
+            # cotangents, which the derivative of a softmax subtracts.
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
             errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
             dk = _product("bgrts,btgrk->bsgk", errors, q)

@@ -62,16 +62,17 @@ def blockwise(
 
     def forward(q, k, v, marks, positions):
         """Returns the output, and the residuals of the backward pass."""
-        given = {"causal": by_count, "segments": marks, **_positions(positions)}
-        out, lse = kernel.forward(q, k, v, **given)
+        options = {"causal": by_count, "segments": marks, **_positions(positions)}
+        out, lse = kernel.forward(q, k, v, **options)
         out = out.astype(q.dtype)
         return out, (q, k, v, out, lse, marks, positions)
 
     def backward(residuals, ct):
         """Returns the gradients of q, k and v from the cotangent `ct` of the output."""
         q, k, v, out, lse, marks, positions = residuals
-        given = {"causal": by_count, "segments": marks, **_positions(positions)}
-        gradients = kernel.backward(q, k, v, out, lse, ct, **given)
+        options = {"causal": by_count, "segments": marks, **_positions(positions)}
+        gradients = kernel.backward(q, k, v, out, lse, ct, **options)
+        # The marks and the positions have no gradient.
         return *(x.astype(q.dtype) for x in gradients), None, None
 
     @jax.custom_vjp

@@ -128,7 +128,11 @@ def _forward(ring: _Ring, q, k, v, segments):
         """Returns the sums, an output and a log-sum-exp per chunk of queries, after these pairs."""
 
         def add_pair(sums, pair):
-            """Returns the sums with the attention of one chunk of queries to one of keys."""
+            """Returns the sums with the attention of one chunk of queries to one of keys.
+
+            `queries` are (q, segments), and `keys` are (k, v, segments), [c, B, T / c, ...] each.
+            Each query of a pair sees all its keys, so `causal` is False.
+            """
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
             k, v, k_segments = _chunk(keys, key_chunk)
@@ -173,7 +177,11 @@ def _backward(ring: _Ring, residuals, ct):
         """Returns `dq` and `sums`, the gradients of k and v, with the terms of these pairs."""
 
         def add_pair(carry, pair):
-            """Returns the gradients with the terms of one chunk of queries and one of keys."""
+            """Returns the gradients with the terms of one chunk of queries and one of keys.
+
+            `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
+            Each query of a pair sees all its keys, so `causal` is False.
+            """
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
             k, v, k_segments = _chunk(keys, key_chunk)

@@ -108,7 +108,11 @@ def local(
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
-        """Returns the state and info after one step of each island, and the rounds that are due."""
+        """Returns the state and info after one step of each island, and the rounds that are due.
+
+        `_local_state` drops the dim of islands from a device's arrays, and `_stacked` restores it.
+        `_when` changes the states only if a round is due.
+        """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
@@ -252,6 +256,7 @@ class _Round(eqx.Module):
         local = _trained(inner.model, state.model)
         local_part = jax.tree.map(if_present, weights, self.part.get(local))
         model = eqx.combine(self.part.put(local, local_part), inner.model)
+        # In the order of the fields: inner, model, optimizer, error, sent.
         new = State(
             state.inner,
             self.part.put(state.model, weights),

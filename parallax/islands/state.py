@@ -143,7 +143,8 @@ def state_init(
         weights_of = [part.get(weights) for part in parts]
         error = [_zeros(part, islands) if has_feedback else None for part in weights_of]
         sent = [_nothing_sent(part, islands) if waits else None for part in weights_of]
-        # The step's number is one for all islands, so it is put back without a dim of islands.
+        # The step's number is one for all islands, so it is put back without a dim of islands. The
+        # fields of `State` are inner, model, optimizer, error, sent.
         return State(
             eqx.tree_at(_step, stacked, arrays.step),
             weights,
