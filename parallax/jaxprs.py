@@ -192,6 +192,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     # Bit i of a mask stands for argument i, and the bit after the last for constants that differ.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
+    # An argument depends on itself, without a collective.
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
 
     def bits(mask):

@@ -50,7 +50,7 @@ def maker(eqn: JaxprEqn) -> str:
     """Returns the file of the innermost function outside JAX that made an equation, or ""."""
     for frame in frames(eqn):
         name = frame.file_name
-        # Installed packages lie inside the folder of the standard library.
+        # Installed packages lie inside the folder of the standard library. `_LIBRARIES[0]` is JAX.
         is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
         if name.endswith(".py") and not is_standard and not name.startswith(_LIBRARIES[0]):
             return name

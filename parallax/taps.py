@@ -296,7 +296,8 @@ def _transposed(cotangent, x, *others, **params):
 
 
 def _batched(arguments, dims, *, mark, way, recorder):
-    """Returns the tap under `jax.vmap`: the mapped dim becomes a dim of the batch in the mark."""
+    """Returns the tap under `jax.vmap`, and the dim that it maps, which in the mark is a dim of the
+    batch. `arguments` are the operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
     # If the layer or the microbatch were mapped, one callback would report several of them.
     if any(other_dim is not None for other_dim in others):

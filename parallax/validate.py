@@ -236,7 +236,7 @@ def _values(fields: Fields) -> Iterator[Fault]:
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for the first size that is not a whole number above 0. Otherwise yields one if
     the machine's devices do not divide by its processes."""
-    least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
+    least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}  # cures; else 1
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
             cure = {name: least.get(name, 1)}
@@ -322,7 +322,8 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for each size that does not divide by the devices among which it is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
-    # The tensor axis must divide both heads and hidden units, so one cure mends both.
+    # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
+    # given, this is 0, which has no effect in another gcd.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (
         ("heads", "the model's heads"),
@@ -453,6 +454,7 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }
+    # An axis that no size limits counts with 0, since gcd(n, 0) is n.
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])

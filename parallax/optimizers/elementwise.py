@@ -74,7 +74,8 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Checks the optimizer on arguments of these types, and returns its update."""
+        """Returns the optimizer's update, after the check unless arguments of these types have
+        passed it already: `decided` has their keys."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh and on these types, which also say along

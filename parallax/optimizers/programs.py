@@ -185,6 +185,7 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     """
     # The exception: updates that `zero.sharded` has gathered are whole, and marked by `RIGHT`.
     both_whole = RIGHT in value.leaves and not split_over(aval)
+    # Nothing more mixes if all operands are whole, or none is.
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value
     mixes = f"{_operation(eqn)} combines it with an array that is not split like it"

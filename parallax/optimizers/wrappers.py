@@ -194,7 +194,7 @@ class _Owners(NamedTuple):
         lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
         # The layers are divided over the axes that split no dim too: otherwise all devices along
-        # those would compute the same updates.
+        # those would compute the same updates. Without layers (lead 0) this split is not used.
         others = tuple(axis_name for axis_name in axes_of(self.axis) if axis_name not in done)
         inner_split = [Split(lead - 1, self.axis.over(others))] if others else []
         return _Way(name, lead, splits, inner_split)
@@ -289,7 +289,8 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
         return shards.take(x, splits)
     layers = way.lead - 1
     x = shards.gather(x, way.inner)
-    # In reverse: the split that was made last is undone first.
+    # In reverse: the split that was made last is undone first. Along an axis where `weight` is
+    # whole, the layers are gathered; a split matrix dim is restored; split layers stay.
     for split in reversed(way.splits):
         if split not in splits:
             x = shards.gather(x, [Split(layers, split.axis)])

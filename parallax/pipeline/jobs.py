@@ -212,7 +212,8 @@ class Jobs(Programs):
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
-        """Returns the tree that the stage `distance` before this one has."""
+        """Returns the tree that the stage `distance` before this one has, around the ring of
+        stages; after it, if `distance` is negative."""
         # No message: the next place of the model may be on the same stage, as in a V.
         if not distance:
             return tree

@@ -123,8 +123,9 @@ def run_layers(
 
     def layer_or_none(x, weights_and_number):
         """Returns `x` after row i of the blocks, or `x` itself if that row is padding: the place
-        has `count` layers, of which `first` is the first."""
+        has `count` layers, of which `first` is the first. It is a body of `lax.scan`."""
         weights, i = weights_and_number
+        # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
         # A choice, not a conditional: stages with fewer layers run the same collectives.
         return jax.tree.map(functools.partial(jnp.where, i < count), y, x), None

@@ -64,11 +64,13 @@ def run(jobs: Jobs) -> Sums:
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
+    # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry.
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only F, B or I, and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
         parts[name] = _alone(name, part, jobs, carry, table)
+    # In their order within a tick.
     parts = {"embed": embed, **parts, "exchange": exchange, "head": head}
     if jobs.differentiates:
         parts["embed_backward"] = embed_backward
@@ -132,6 +134,7 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     The last place may be on another stage than the last, as in a V. The head counts on the last
     stage of the axis, so the output moves there, and the cotangent back.
     """
+    # `schedule.last` is the stage of the last place.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))

@@ -177,6 +177,7 @@ class Programs:
 
     def task(self, job: Int[Array, ""]) -> Task:
         """Returns this stage's task for a number in the table: microbatch * v + chunk, or -1."""
+        # Without a job, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
         # Of a per-stage schedule only the jobs in the table run, so all of them are valid.
@@ -186,13 +187,14 @@ class Programs:
         """Returns those arguments of F, B, I and W that neither arrive nor wait in a slot: the
         arrays to differentiate, and the rest."""
         params = self._of_chunk(task.chunk)
+        # `_read_by_stage` is a tree like the ends: whether the stage reads each.
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`: the microbatch, and its number for taps, which is
-        -1 on stages whose loss does not count, so that it is typed as varying."""
+        """Returns the head's arguments after `x`: the microbatch, and its number for taps."""
+        # The number is -1 where the loss does not count, so it may differ between stages.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -297,7 +299,7 @@ class Programs:
         self.counts: Counts = self.last
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # A loss that is the same on all stages is one loss, not P of them.
+        # A loss that is the same on all stages is one loss, not P of them. `out[0]` is its type.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, self.axis)

@@ -226,6 +226,7 @@ def _fitting(
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
+            # The devices along the axes of this dim so far and this one; 0 if the mesh lacks one.
             size = (
                 1
                 if mesh is None

@@ -167,7 +167,7 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
     """
     jobs = []
     for word in filter(None, map(str.strip, words)):
-        match = JOB.fullmatch(word)
+        match = JOB.fullmatch(word)  # place, letter, microbatch
         if match:
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):

@@ -34,8 +34,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     P, M = checked_sizes(stages=stages, microbatches=microbatches)
     orders = []
     for s in range(P):
-        # Each of the P - 1 - s stages after this one holds a microbatch before the first one's
-        # cotangent comes back.
+        # Each of the P - 1 - s stages after this one holds a microbatch before the cotangent of the
+        # first microbatch comes back.
         ahead = min(P - 1 - s, M)
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]

@@ -234,7 +234,7 @@ class Schedule:
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """Returns the idle time of a stage: `makespan` minus the work of the stage, M(F + B) or
         M(F + I + W), where F, B, I and W are the costs."""
-        work = self.microbatches * self.chunks
+        work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
         return float(idle @ self._costs(forward, backward, weight))

@@ -426,6 +426,7 @@ def _chosen(
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _acts(step.eqn)):
             continue
+        # For a barrier, whose result i is operand i; other equations run whole.
         places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
         chosen.append(step._replace(places=places))
         needed = needed | set(chosen[-1].reads(half))
