@@ -54,6 +54,7 @@ def instructions(
         for line in program[name]:
             # The time of a fusion includes that of the instructions in it.
             if line.opcode in ("while", "conditional", "call"):  # all branches count
+                # Trips as stated, or else the mean trips that the loop's name gives.
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))
             elif (taken := int(times) * costs.of(line)) and not line.collective:

@@ -1,5 +1,5 @@
-"""The text of a compiled program as data: instructions, and which collectives run how often between
-which devices.
+"""The text of a compiled program as data: its instructions, and its collectives with their numbers
+of runs and their devices.
 
 XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
 notations, and this module reads all four.

@@ -30,7 +30,7 @@ def table(
         certificate.table(program.certificate()),
     ]
     machine = target.machine(program.mesh)
-    if machine.sizes:
+    if machine.sizes:  # a torus; GPUs are linked by switches
         hops = links.of_a_hop(machine, dict(program.mesh.shape))
         counts = ", ".join(f"{name} {count:.3g}" for name, count in hops.items())
         parts += [f"links a hop: {counts}"] if hops else []

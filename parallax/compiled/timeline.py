@@ -112,6 +112,7 @@ def of(
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
+        # Loops whose trips neither their text nor their name gives.
         unbounded=sum(
             run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted)
             for run in _all(program)

@@ -134,6 +134,7 @@ class Flat:
             )
 
         for eqn in jaxpr.eqns:
+            # `at` begins with the equation itself, unless its line tells a user nothing.
             place = scope if scope.is_hidden else scope._replace(at=(eqn, *scope.at))
             outputs = self._equation(eqn, read(eqn.invars), place)
             numbers |= zip(eqn.outvars, outputs, strict=True)

@@ -391,6 +391,7 @@ class _Operation:
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
+                # `added` is the operation that added a value which is the same on all devices.
                 if term.added and term.is_linear and axis in axes:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
                     facts = aval, frozenset({axis})

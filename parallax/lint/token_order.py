@@ -37,7 +37,9 @@ def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
             for value, spec in zip(values, eqn.params["in_specs"], strict=True)
             if value is not None
         ]
+        # A table of places is whole on all devices: no axis is in its spec.
         tables = [value for value, spec in inputs if _is_table(value) and not any(spec)]
+        # Any two arrays of one shape and spec may be inputs and targets.
         for (first, spec), (second, second_spec) in itertools.permutations(inputs, 2):
             if first.shape == second.shape and spec == second_spec:
                 yield from _differently_ordered(first, second, spec, sizes, tables)

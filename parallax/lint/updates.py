@@ -230,7 +230,7 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
-        # Several ways may lead to a value; what one of them misses is missing.
+        # Several ways may lead to a value. An axis that one of them misses is missing.
         axes |= missing.get(value, frozenset())
         if not axes or missing.get(value) == axes:
             continue
@@ -274,7 +274,7 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
 
 
 def _bare(program: Flat, value: int) -> int:
-    """Returns the value before all casts, copies and signs that made `value` of it."""
+    """Returns the value that `value` was made of by casts, copies and changes of sign."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value

@@ -195,14 +195,14 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two, which are those that hold for both. If one
-    of the two is constant, the dims are those of the other."""
+    """Returns the facts that are certain of a value that is one of two. If one of the two is made
+    only of numbers written into the program, the dims are those of the other."""
     together = joined(
         [first, second],
         narrow=first.narrow if first.narrow == second.narrow else "",
         shard=first.shard if first.shard == second.shard else None,
         fed=first.fed & second.fed,
-        chosen=first.chosen | second.chosen,
+        chosen=first.chosen | second.chosen,  # these axes excuse a finding, so one is enough
     )
     if first.dims is None or second.dims is None:
         spread = first if second.dims is None else second

@@ -56,8 +56,8 @@ def messages(
 ) -> dict[tuple[str, ...], Number]:
     """Returns the seconds of all messages by axes, none of them hidden behind arithmetic.
 
-    Collectives of `jax.lax` take the simulated time in `algorithms` along its axes. All others take
-    that of an alpha-beta formula, on the slowest link between the devices of their axes.
+    Collectives of `jax.lax` along an axis of `algorithms` take its simulated seconds. All others
+    take the time of an alpha-beta formula, on the slowest link between the devices of their axes.
     """
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms

@@ -451,6 +451,7 @@ def _passes(
     everything_kept = dataclasses.replace(layout, remat="none")
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
+    # A backward call also runs a share of the forward pass again (`again.passes`).
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
     if again.whole_stage or not layout.pipelined:
         return passes

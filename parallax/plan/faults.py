@@ -18,7 +18,7 @@ import math
 from typing import NamedTuple
 
 YEAR = 365.25 * 86_400  # seconds
-# A save or a restart may take at most so many mean times between failures. With 100, a run already
+# The most mean times between failures that a save or a restart may take. With 100, a run already
 # takes e^100 times its work.
 MOST = 100
 

@@ -28,7 +28,7 @@ class Jobs(NamedTuple):
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: ticks with the same lanes that end the schedule.
+        last: the number of ticks at the schedule's end that have the same lanes.
         weights: ticks with gradients of the stages' weights.
         slots: slots for a chunk's residuals, one of them for ticks without a job.
         deferred: slots for the arrays that the input's gradient leaves for the weights' gradient.

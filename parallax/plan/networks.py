@@ -63,8 +63,8 @@ class Level(NamedTuple):
     Attributes:
         devices: devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription: the bytes that all devices of a smaller group can send, over
-            those that the links which leave it can carry.
+        shared: the oversubscription: the rate of all devices of a smaller group together, divided
+            by the rate of the links that leave the group.
     """
 
     devices: int

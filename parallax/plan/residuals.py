@@ -68,8 +68,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps if the backward pass computes nothing again but, with
-    remat `attention`, its scores.
+    """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
+    scores with remat `attention`.
 
     Norms keep four activations, two of them in float32, and four numbers per token. Column-parallel
     layers keep their inputs. Attention keeps q, k, v and its result. GELU or SwiGLU keeps some

@@ -84,7 +84,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     """Returns the range of device numbers in a group along `axes`: the last minus the first, plus
-    1. The last axis of the mesh runs fastest. Tells whether a group fits into a fast domain."""
+    1. The last axis of the mesh runs fastest. A group fits into a fast domain of at least so many
+    devices."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
@@ -110,7 +111,7 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     n - 1 blocks; the other collectives of `jax.lax` cost as much as halving.
 
     The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and bytes
-    added to others.
+    added to others. No message here waits for another one, so `chain` is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

@@ -93,8 +93,8 @@ def trace(
     Args:
         step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
             as donated.
-        shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. Of an argument
-            that `mesh.spmd` splits, a device's block counts.
+        shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
+            that `mesh.spmd` splits, the bytes of a device's block count.
         mesh: the mesh of the step. Its devices need not exist.
         hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
         platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or

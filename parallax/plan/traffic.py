@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
         embeds: calls of the embedding.
         leaves: calls of the embedding's transpose.
         hops: activations sent to the next stage, and cotangents to the one before.
-        last: successive ticks with the same lanes that end the step.
+        last: the number of ticks at the step's end that have the same lanes.
         weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
             schedule has a lane for them.
     """

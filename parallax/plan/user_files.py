@@ -26,21 +26,21 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
     path, _, name = program.rpartition(":")
     if not path or not Path(path).is_file():
         raise ValueError(f"plan needs {FORM}; there is no file {path or program!r}.")
-    found = runpy.run_path(path).get(name)
-    if not callable(found):
+    function = runpy.run_path(path).get(name)
+    if not callable(function):
         raise ValueError(f"plan needs {FORM}; {path} has no function {name!r}.")
-    made = found(world)
+    step_and_shapes = function(world)
     if not (
-        isinstance(made, tuple)
-        and len(made) == 2
-        and callable(made[0])
-        and isinstance(made[1], tuple)
+        isinstance(step_and_shapes, tuple)
+        and len(step_and_shapes) == 2
+        and callable(step_and_shapes[0])
+        and isinstance(step_and_shapes[1], tuple)
     ):
         raise ValueError(
-            f"plan needs {FORM}; {name} returned {type(made).__name__}. Return the step and a "
+            f"plan needs {FORM}; {name} returned {type(step_and_shapes).__name__}. Return the step and a "
             "tuple of its arguments."
         )
-    return made
+    return step_and_shapes
 
 
 def world(sizes: str) -> AbstractMesh:
