@@ -41,8 +41,8 @@ def under_a_predicate(
 
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
-    """Returns the finding for a `cond` whose predicate varies, although the types of `inputs` of its
-    operands and of `outputs` of its results do not."""
+    """Returns the finding for a `cond` whose predicate varies, although `inputs` of its operands
+    and `outputs` of its results have types that do not vary."""
     return Finding(
         "lost-varying-mark",
         where,

@@ -29,18 +29,18 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
     function = runpy.run_path(path).get(name)
     if not callable(function):
         raise ValueError(f"plan needs {FORM}; {path} has no function {name!r}.")
-    step_and_shapes = function(world)
+    returned = function(world)
     if not (
-        isinstance(step_and_shapes, tuple)
-        and len(step_and_shapes) == 2
-        and callable(step_and_shapes[0])
-        and isinstance(step_and_shapes[1], tuple)
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and callable(returned[0])
+        and isinstance(returned[1], tuple)
     ):
         raise ValueError(
-            f"plan needs {FORM}; {name} returned {type(step_and_shapes).__name__}. Return the step and a "
+            f"plan needs {FORM}; {name} returned {type(returned).__name__}. Return the step and a "
             "tuple of its arguments."
         )
-    return step_and_shapes
+    return returned
 
 
 def world(sizes: str) -> AbstractMesh:
