@@ -168,7 +168,7 @@ def comms(
 
     return Comms(
         axis,
-        combined_axis(shared, axis),
+        combined_axis(shared, axis),  # `everywhere`: all axes that share the vocabulary
         all_tokens=all_tokens,
         sum_partials=sum_partials,
         column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),

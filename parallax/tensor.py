@@ -306,7 +306,7 @@ def rule(model: PyTree) -> Rule:
     for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer):
         if not is_layer(layer):
             continue
-        names = Axis.of(layer.axis).names or None
+        names = Axis.of(layer.axis).names or None  # None for `()`, which splits nothing
         name = "embedding" if isinstance(layer, Embedding) else "linear"
         # A weight has two dims; layers that were made together by `jax.vmap` have more in front.
         stacked = [None] * (getattr(layer, name).weight.ndim - 2)
@@ -317,6 +317,7 @@ def rule(model: PyTree) -> Rule:
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
+    # A rule that gives a leaf the spec of its path, if it has one.
     return SpecsByPath(specs)
 
 

@@ -5,7 +5,7 @@ an axis form a box, whose *sides* are the axis's pieces of the dims. A closed pa
 through that box is the ring of the axis: out along one side, and back through all other lines. A
 *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
 cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
-the mesh is taken.
+the mesh is taken. A *laying* is an order of a dim's pieces along the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """

@@ -154,6 +154,7 @@ def rounds(
     collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
 ) -> Sequence[Round]:
     """Returns the rounds of a call of `collective`, with the arguments and errors of `of`."""
+    # Of two nested partials, the options of the outer one count.
     function, options = collective, {}
     while isinstance(function, functools.partial):
         function, options = function.func, function.keywords | options

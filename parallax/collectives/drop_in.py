@@ -71,7 +71,7 @@ def all_gather_leaf(
     x = check_block("all_gather", jnp.asarray(x), axis_name)
     if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
-    dim = dim_of("axis", axis, x.ndim + (not tiled))
+    dim = dim_of("axis", axis, x.ndim + (not tiled))  # untiled, the result has a dim more
     # A hop makes zeros and a transpose adds, which random keys do not allow. So the numbers of the
     # keys are sent.
     if is_key(x):

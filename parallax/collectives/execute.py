@@ -4,7 +4,9 @@ Run forwards, a table is a scatter: partial sums travel to their devices. Run ba
 gather: blocks travel from their devices. Each table carries its own share of the array.
 
 An *offset* is a place relative to this device: `route.device_at(me, offset)` is the device there.
-A block is named by its table and by the offset of the device that owns it.
+A block is named by its table and by the offset of the device that owns it. A round of a `Route` is
+{step: offsets}; `offset_after(o, step)` is offset o after a hop of `step`, and `pairs(step)` are
+the hop's (sender, receiver).
 
 A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A
 long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
@@ -371,8 +373,9 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:
     """Returns `function` of each array of the tree `x`.
 
-    With more than `UNROLLED` devices, hops may be loops. Then each leaf waits for the one before:
-    `cpu.sequence_after` says why.
+    With more than `UNROLLED` devices, hops may be loops. Then, on a CPU, each leaf waits for the
+    one before: collectives of two leaves could meet otherwise, which aborts the process (see
+    `cpu`).
     """
     leaves, structure = jax.tree.flatten(x)
     results: list[jax.Array] = []

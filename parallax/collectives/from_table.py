@@ -191,7 +191,7 @@ def messages(
     back: bool = False,
     added: Sequence[int] | None = None,
 ) -> list[Round]:
-    """Returns the messages of tables side by side, round by round.
+    """Returns the rounds of tables that run side by side, each with its messages, for `cost`.
 
     Args:
         routes: the tables.

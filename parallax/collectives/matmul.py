@@ -230,7 +230,10 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
 
 
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
-    """Returns the sum over devices of `product(j)`, on device j, from both sides at once."""
+    """Returns, on device j, the sum over devices of `product(j)`.
+
+    The partial sums travel to device j from both sides at once.
+    """
 
     def term(_, j):  # `_` is the number of the table: there is only one
         return product(j)

@@ -34,10 +34,10 @@ def send(
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and each device's number in that order.
+    """Returns the axes in the mesh's order, and a list: the number in that order of device i.
 
-    The devices are listed by their numbers in the order of `names`. `lax.ppermute` counts devices
-    in the mesh's order, whatever the order of the names.
+    Here i counts the devices in the order of `names`. `lax.ppermute` counts them in the mesh's
+    order, whatever the order of the names.
     """
     if len(names) < 2:
         return names, list(range(axis_size(names)))

@@ -75,11 +75,13 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     # With fixed terms, the sums are the same bits however often XLA computes them.
     x = pin_bits(x)
     hops, results = _hops_of(n), []
-    # n is no power of two: the first hop folds the last devices in, the last one sends the result.
+    # If n is no power of two, the first hop adds the last devices' terms to the first devices, and
+    # the last hop sends the result back.
     if n & (n - 1):
         folded, *hops, results = hops
         x = x + send(x, axis_name, folded)
     for pairs in hops:
+        # `_as_sent` is `x` as the partner receives it, so that both add the same two numbers.
         x = _as_sent(x) + send(x, axis_name, pairs)
     if results:
         # The last hop gives the result to the devices from p, the first receiver, on. A `ppermute`

@@ -44,6 +44,7 @@ def gathered(
         """Returns the attention of this device's queries, [B, T_X, H, K]."""
         check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
+        # The order that turns the tokens of devices 0, 1, ... into the sequence.
         in_order, _ = sequence_order(tokens, n, order)
         q, k, v = vary_alike(q, k, v, axis)
         k, v = (jnp.take(_gather(x, axis), in_order, axis=1) for x in (k, v))
@@ -53,6 +54,7 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
+        # On one device a mask by counts of its own is right too.
         if n > 1:
             check_places(attend, (q, k, v), options, tokens * n)
         return attend(q, k, v, **options)

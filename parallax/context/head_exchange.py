@@ -51,6 +51,7 @@ def ulysses(
                 "Use an axis whose size divides them, or context.attention, which needs no number "
                 "of heads."
             )
+        # The order that turns the tokens of devices 0, 1, ... into the sequence, and its inverse.
         in_order, inverse = sequence_order(q.shape[1], n, order)
         # Each key head is copied, so that each device gets the key heads of its query heads.
         copies = _copies(H, G, n)

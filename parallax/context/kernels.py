@@ -114,7 +114,10 @@ def _forward(
         rows = (B, *q.shape[2:4], q.shape[1])  # B, G, H / G, t
 
         def keys(carry, key_tile):
-            """Returns (the maximum score, the sum of weights, the output) with one tile of keys."""
+            """Returns (the maximum score, the sum of weights, the output) after one tile of keys.
+
+            All are of one tile of queries: [B, G, H / G, t], and the output [B, G, H / G, t, K].
+            """
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
@@ -185,6 +188,7 @@ def _backward(  # noqa: PLR0913
             dk_sum, dv_sum = sums
             return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
+        # `key_tiles` are ((k, v), marks), with a first dim of tiles.
         numbers = jnp.arange(len(key_tiles[0][0]), dtype=jnp.int32)
         dq = varying(jnp.zeros(q.shape, dtype), axes)
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
@@ -236,7 +240,7 @@ def _tiles(
     # Masks that depend on constants only would be computed before a scan over layers, for all
     # tiles, and kept: H T^2 numbers. The barrier makes them depend on the queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
-    # Keys that are padding are masked. Queries that are padding are cut off from the result.
+    # Keys that fill up the last tile are masked. Queries that do are cut off from the result.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)

@@ -49,6 +49,7 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
+    # `token_shards` devices split the tokens between the layers, and `context_shards` inside them.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),

@@ -125,7 +125,7 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns the sums, an output and a log-sum-exp per chunk of queries, after these pairs."""
+        """Returns `sums`, (output, log-sum-exp) of all chunks of queries, after these pairs."""
 
         def add_pair(sums, pair):
             """Returns the sums with the attention of one chunk of queries to one of keys.
@@ -199,7 +199,8 @@ def _backward(ring: _Ring, residuals, ct):
     def hop(h, carry):
         """Sends on the keys of hop h and their gradients, `sums`, and adds the terms of hop h.
 
-        Returns the keys of the next hop, `dq` and `sums`.
+        Returns the keys of the next hop, `dq` and `sums`. `visit` adds the terms of some pairs of
+        chunks.
         """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))

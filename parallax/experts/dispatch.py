@@ -347,11 +347,13 @@ class _Exchange(NamedTuple):
 
     def to_experts(self, a: Array, empty: Array) -> Array:
         """Returns `empty`, [room, ...], filled with the rows `a` that are sent to this device."""
+        # As `lax.ragged_all_to_all` takes them; a device receives what goes back from it later.
         places = self.input_offsets, self.send_sizes, self.output_offsets, self.back_send_sizes
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
         """Returns `empty`, [k T, ...], filled with the results `a` that come back here."""
+        # As `lax.ragged_all_to_all` takes them; a device receives as many rows as it sent before.
         places = (
             self.back_input_offsets,
             self.back_send_sizes,
@@ -380,6 +382,7 @@ class _Wanted(NamedTuple):
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
     """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k]."""
     tokens, k = ids.shape
+    # Transposed, so that the first choices of all tokens come first and have priority.
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
     # A choice's rank is its place among all choices sorted by device, minus the first place of the
     # choices of its device (`starts`). `places` inverts `order`.

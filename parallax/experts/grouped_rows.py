@@ -128,6 +128,7 @@ def _table(
         size: the rows of a block.
     """
     pairs = len(ids)
+    # Pairs without an expert have the greatest number, so they come last and are in no block.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # starts[e]: the first pair of expert e among the sorted pairs; the last entry is their end.
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
@@ -147,6 +148,7 @@ def _table(
         counts = place < starts[expert + 1]  # false for filling rows
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
+        # Filling rows get numbers out of range, which a scatter drops, all of them different.
         return Block(
             expert,
             read,

@@ -118,10 +118,12 @@ def moe(
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
-    # Devices that gathered the same tokens have counted the same dropped choices; `statistics`
+    # Of the `token_shards` devices that split a sequence, `context_shards` have different tokens
+    # here. The others gathered the same tokens and counted the same dropped choices: `statistics`
     # divides by their number.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
+    # Summed over the devices that split the hidden width; each device keeps its own tokens.
     return comms.sum_partials(y.reshape(tokens.shape)), stats
 
 

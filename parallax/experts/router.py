@@ -130,6 +130,7 @@ def statistics(
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))
+    # The balance multiplies two means over a sequence, so both are made whole over `axis` first.
     load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))
     all_dropped = axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
     return Statistics(
