@@ -69,6 +69,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
         key = (*kind_and_axes(run.instruction), run.conditional, run.unbounded)
         counts[key] += run.times
         sizes[key] += run.times * sum(op.bytes for op in run.instruction.ops)
+    # Entries are sorted by the places of their axes in the mesh, and then by kind.
     position = {name: k for k, name in enumerate(mesh.shape)}
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
@@ -284,5 +285,6 @@ def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tupl
             "that mesh."
         )
     coordinates = [np.stack(np.unravel_index(group, sizes)) for group in groups]
+    # The range of each coordinate in a group: 0 along an axis on which its devices agree.
     spread = np.max([np.ptp(group, axis=1) for group in coordinates], axis=0)
     return tuple(name for name, extent in zip(shape, spread, strict=True) if extent)

@@ -57,6 +57,7 @@ class Machine(NamedTuple):
             return [("network out", source), ("network in", target)]
         if not self.sizes:
             return [("out", source), ("in", target)]
+        # A link is named by its slice, the chip that it leaves, and its direction.
         links, here, group = [], list(self.places[source]), self.groups[source]
         for dim, size in enumerate(self.sizes):
             ahead = self.places[target][dim] - here[dim]

@@ -201,6 +201,7 @@ class ShardMap:
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None]
     ) -> None:
         """Notes the operations that join elements of different shards in updates of arguments."""
+        # `results` is empty if it is not known how the results are split.
         for result, dims in zip(program.results, results, strict=False):
             shape = program.shape(result)
             if dims and axes_of_blocks(dims, shape):

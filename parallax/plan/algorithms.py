@@ -46,8 +46,8 @@ def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[C
             if term.axes == (axis,) and term.collective in LAX
         ]
         if calls:
-            taken = networks.along(axis, layout.axes, hardware, calls)  # the fastest first
-            found.append(Chosen(axis, next(iter(taken)), taken))
+            seconds = networks.along(axis, layout.axes, hardware, calls)  # the fastest first
+            found.append(Chosen(axis, next(iter(seconds)), seconds))
     return tuple(found)
 
 

@@ -56,6 +56,7 @@ def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[B
     if not eqn.params.get("reverse", False):
         return ()
     filled = [buffer for buffer in stacked if buffer.bytes]
+    # A list times a number repeats its elements: `stacks` copies of each.
     return tuple(Buffer(buffer.bytes, buffer.eqn) for buffer in filled * habits.stacks)
 
 

@@ -535,10 +535,10 @@ class Reading:
         """Yields each carry's start, its variable in the body, and whether it is needed."""
         return zip(starts, body.invars[len(constants) :], counts, strict=False)
 
-    def _start(self, eqn, value: Value, aval: Any, counts: bool) -> Value:
-        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed
-        (`counts`). It takes the place of `value` if nobody else reads that later."""
-        if not counts:
+    def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
+        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. It
+        takes the place of `value` if nobody else reads that later."""
+        if not is_needed:
             return Value(aval, {})
         root = value.root
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
@@ -546,6 +546,7 @@ class Reading:
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
             Operation(tuple(root.reads), (buffer,), over),
+            # A start that is held is in memory already; a fused one is written here.
             written=0 if root.buffer else buffer.bytes,
         )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)

@@ -68,7 +68,8 @@ def jobs(layout: Layout) -> Jobs:
             leaves=M,
         )
     # A microbatch enters the pipeline per tick, and the last needs P - 1 more ticks to reach the
-    # last stage.
+    # last stage. There is at most one slot for each microbatch of a chunk, and one for the ticks
+    # without a job.
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     else:

@@ -180,6 +180,7 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
         if sizes["sequence"]:
             splits = (False,)
         schedules = choices.schedules if by_stages else ("one_f_one_b_lockstep",)
+        # `CHOICES` has all values that these fields of a `Layout` may have.
         options = itertools.product(splits, schedules, CHOICES["zero"], CHOICES["remat"])
         for split_sends, schedule, zero, remat in options:
             fields = sizes | {

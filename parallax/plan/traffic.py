@@ -405,6 +405,7 @@ class _Step:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass gathers
         it, also one that runs again, and each backward pass that reads it."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
+        # The leaves that a backward pass does not read.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
