@@ -125,8 +125,10 @@ class _SliceReader:
 
     def __init__(self):
         """Begins with nothing collected."""
-        self.seen: set[tuple[int, Any]] = set()  # the variables that were followed, by jaxpr
-        self.bodies: dict[tuple[int, int], _Body] = {}  # by jaxpr and the equation that calls it
+        # The variables that were followed, each with the id of its jaxpr.
+        self.seen: set[tuple[int, Any]] = set()
+        # By the ids of a jaxpr and of the equation that calls it.
+        self.bodies: dict[tuple[int, int], _Body] = {}
         # Dicts without values are sets that keep their order.
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}

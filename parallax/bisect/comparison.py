@@ -102,7 +102,8 @@ Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 def compare(
     run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any
 ) -> Comparison:
-    """Returns the first value in which `run_b` differs from `run_a`.
+    """Returns the `Comparison` of two runs, with the first value in which `run_b` differs from
+    `run_a`.
 
     The arguments are compared first, then the forward pass, the backward pass and the results.
 
@@ -168,6 +169,7 @@ def _kind(key: Key) -> tuple[str, str]:
     """Returns the kind of a value, such as an optimizer's moments. Values of one kind have numbers
     of comparable size.
     """
+    # The path of an argument or a result begins with its way, its number and its first field.
     depth = 3 if key.way in (ARGUMENT, RESULT) else 1
     return key.way, ".".join(key.path.split(".")[:depth])
 

@@ -185,6 +185,7 @@ def record(
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)
+    # `opened` leaves out the values of the program's constants.
     return Record(values, sizes, microbatches, opened(traced.jaxpr))
 
 
@@ -409,8 +410,9 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns the value of an array of all devices, with the difference between its copies, if any,
-    under the name "devices"."""
+    """Returns an array that is on all devices as a `Value`. If copies of a floating-point block
+    differ, `differs` has the largest difference under the name "devices".
+    """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -421,6 +423,6 @@ def _of_array(leaf: Any) -> Value:
     for shard in leaf.addressable_shards:
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
-        if block.dtype.kind in "fV":
+        if block.dtype.kind in "fV":  # floating-point; V: a type that NumPy lacks, as bfloat16
             off = max(off, relative(_wide(first), _wide(block)))
     return Value(whole, {"devices": off} if off > 0 else {})

@@ -112,7 +112,8 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Returns the best layouts of `--devices`, and the plan of the first.
+    """Returns a table of the fastest layouts of `--devices`, and the plan of the simplest of those
+    that are nearly as fast as the first.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.
@@ -129,6 +130,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     for name in ("devices", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
+    # The functions that write a value, and a proposed change, as flags of this command.
     wording = validate.Wording(flag, precision_flag)
     # Only to refuse an unknown precision, with a message that names the flag.
     Layout.parse(f"precision={options.precision}", wording=wording)
@@ -170,7 +172,7 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
         )
     if options.mesh is None:
         raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")
-    mesh = user_files.world(options.mesh)
+    mesh = user_files.world(options.mesh)  # an abstract mesh: no device is needed
     step, shapes = user_files.read(options.program, mesh)
     traced = plans.trace(step, shapes, mesh, hardware=chip_of(options))
     return f"{traced}{failures(options, math.prod(mesh.shape.values()))}"

@@ -5,7 +5,7 @@ batch reads only its own windows.
     folder/00000.bin ...    tokens as `data.write` stores them
 
 A shard that is missing, cut short or damaged is refused by name before the first step, not at step
-40,000.
+40,000. `manifest.need(condition, place, what, value)` raises `Damaged` if the condition is false.
 """
 
 import dataclasses

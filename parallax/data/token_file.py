@@ -88,8 +88,9 @@ class File:
         return tokens
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole text, for `numpy.asarray`; `copy` is not used, since it is a new
-        array."""
+        """Returns the whole text, for `numpy.asarray`. `copy` is not used: the result is always a
+        new array.
+        """
         tokens = np.empty(len(self), self.dtype)
         with self._open() as descriptor:
             self._read(descriptor, tokens, 0)

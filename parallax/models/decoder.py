@@ -166,15 +166,16 @@ def train_step(
             """Returns the loss and the gradients for a batch with normalised weights."""
             return grad(model, recipe.weighted(batch, setup))
 
+        # Unchanged, but for a recording by `bisect`, to which it reports the gradients.
         return decoder_taps.gradients(weighted_grad, specs)
 
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
     local = make(
-        precision.ScaledGrad(grad_of),
+        precision.ScaledGrad(grad_of),  # called with the loss scale in the state, or None
         optimizer,
         max_norm=compute.max_norm,
-        reduce_norm_over=tuple(setup.axes.values()),
+        reduce_norm_over=tuple(setup.axes.values()),  # adds the shards' sums by these algorithms
         specs=state.specs.model,
     )
 

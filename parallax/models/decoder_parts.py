@@ -84,6 +84,7 @@ def loss_and_aux(
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     # `()`: there is no pipeline, and one stage, at place 0 of the model, runs all layers.
     embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
+    # `output` makes an `Output` also of a bare x; its loss and its auxiliary values are then None.
     out = output(stage(model, embed_part(model, batch), batch, 0))
     value = head_of_part(model, out.x, batch)
     return value if out.loss is None else value + out.loss, out.aux

@@ -34,6 +34,7 @@ def ends_with(token: int) -> Documents:
     def numbered(windows):
         """Returns the number of `token`s before each token, [batch, window]."""
         ends = (windows == token).astype(jnp.int32)
+        # Without the token itself: the last token of a document belongs to it.
         return jnp.cumsum(ends, axis=1) - ends
 
     return numbered

@@ -98,7 +98,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments, by the pullback, traced without types too."""
+        """Returns the cotangents of the arguments. The pullback, too, runs as a jaxpr that is
+        traced without types.
+        """
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):

@@ -108,7 +108,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
         def changed(state):
             """Returns the state with `change` applied to all parts that hold models, or trees like
             them: the models and optimizers of the islands, the outer model and optimizer, the
-            errors of quantization, and the changes that are being exchanged.
+            errors of quantization, and the changes that are being exchanged. Those of the islands
+            have a first dim of islands, as `change_stacked` needs.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),

@@ -318,7 +318,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
         ValueError: `compute.axes` has an axis that the layout lacks, or has under one name an
             algorithm for an axis of another name.
     """
-    axes = {name: Axis.of(name) for name in layout.axes}
+    axes = {name: Axis.of(name) for name in layout.axes}  # a name alone: `jax.lax` moves the data
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(

@@ -154,6 +154,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback):
+        """Waits for the last save, unless the block raised an error, and releases the lock."""
         try:
             if kind is None:  # no error: the last save must end well
                 self.wait()
@@ -412,6 +413,7 @@ class Checkpoints:
         found = empty | self._writer.arrays.restore(
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
+        # The search for nan and inf communicates, and some processes read longer than others.
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(

@@ -214,6 +214,7 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * np.uint32(stride)
         for dim, stride in enumerate(strides)
     ]
+    # The place of each number in row-major order, modulo 2^32.
     place = sum(parts, jnp.zeros(bits.shape, jnp.uint32))
     # 2^32 over the golden ratio: the products of neighbouring places differ in many bits.
     mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))
@@ -359,6 +360,7 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
                 {place: tuple(words[place][number].tolist()) for place in devices},
                 placed.mesh,
             )
+    # The copies that the fewest devices have come first.
     return sorted(differences, key=lambda difference: difference.alike)
 
 

@@ -54,7 +54,7 @@ class Skipped:
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False
-        # The scale was too large and is lowered; this is normal, and no failure of the run.
+        # The scale was above the smallest one, and is lowered: this is normal, and no failure.
         if scale is not None and before > precision.LEAST:
             return True
         loss, norm = float(info.loss), float(info.gradient_norm)
@@ -199,7 +199,7 @@ def jsonl(
         """Writes the line of `step`, and the lines that wait."""
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")
-        try:
+        try:  # if it fails, `_append` tries to remove the lines that it has written
             _append(path, "".join(waiting))
         except OSError as error:
             failed = f"{path}: the numbers of step {step} were not written; {error.strerror}."

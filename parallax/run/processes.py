@@ -302,8 +302,8 @@ class StopRequest:
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
-        """Handles a signal, for `signals.listening`. A Ctrl-C after another signal ends the process
-        at once.
+        """Handles a signal, for `signals.listening`: asks the run to save and to end. A Ctrl-C
+        after another signal ends the process at once.
         """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)

@@ -5,7 +5,8 @@ contents.json    the record alone, written first: it says to which run the folde
 manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
-Both files also have the number of their format.
+Both files also have the number of their format. `manifest.need(condition, place, what, value)`
+raises `Damaged`, with the other arguments in its message, if the condition is false.
 """
 
 import contextlib

@@ -146,7 +146,7 @@ def prune(
         for step in reversed(finished(folder))
         if step not in refused and path_of(folder, step) in ours
     )
-    newest = list(itertools.islice(good, retention.newest))
+    newest = list(itertools.islice(good, retention.newest))  # the newest first
     if not newest:
         return
 
@@ -176,7 +176,7 @@ def remove(path: Path) -> None:
     it belongs. If the removal is interrupted, an unfinished checkpoint of this run is left, which
     `prune` can remove.
     """
-    if not (path / MANIFEST).is_dir():
+    if not (path / MANIFEST).is_dir():  # a folder of this name is removed below
         (path / MANIFEST).unlink(missing_ok=True)
     for inside in path.iterdir():
         if inside.is_dir() and not inside.is_symlink():

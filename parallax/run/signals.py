@@ -20,8 +20,8 @@ Hear = Callable[[signal.Signals, int], None]
 
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
-    """Calls `hear(signal, count)` in a thread for each of these signals that comes inside; `count`
-    is the number of signals so far.
+    """Calls `hear(signal, count)` in a thread for each of these signals that comes during the
+    `with` block; `count` is the number of signals so far.
 
     A signal that was ignored, as by nohup, stays ignored. Only the main thread can listen; in other
     threads nothing changes.
@@ -32,7 +32,9 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     read_end, write_end = os.pipe()
     # Python's handler must not wait, even if the pipe is full.
     os.set_blocking(write_end, False)
+    # None: a handler of C, which Python could not restore.
     heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    # Handlers that do nothing: without a handler of Python, no byte is written to the pipe.
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 

@@ -125,7 +125,9 @@ def check_same(
     """
 
     def kinds(numbers):
-        """Returns plain numbers as a record describes arrays, `[type, shape]`, by name."""
+        """Returns plain numbers as a record describes arrays, `[type, shape]`, by name. A complex
+        number is stored as a list of its two parts.
+        """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
             for name, number in numbers.items()
@@ -217,8 +219,8 @@ def described(leaf: Any) -> list:
 
 
 def plain(leaf: Any) -> Any:
-    """Returns a leaf as Orbax stores it: a random key as its integers, and other arrays unchanged.
-    For a `jax.ShapeDtypeStruct` it returns a `jax.ShapeDtypeStruct`.
+    """Returns a leaf as Orbax stores it: a random key as its integers, a NumPy scalar as an array,
+    and other arrays unchanged. For a `jax.ShapeDtypeStruct` it returns a `jax.ShapeDtypeStruct`.
     """
     if not _is_key(leaf):
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

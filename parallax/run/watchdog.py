@@ -60,7 +60,7 @@ class Watchdog:
         # late rank of several is probably not at fault.
         self._phase, self._waits = "start", job.processes > 1
         self._step_began = self._phase_began = time.monotonic()
-        self._left = threading.Event()
+        self._left = threading.Event()  # set at the end of the `with` block
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self):

@@ -149,7 +149,7 @@ class Writer:
 
     def _remove(self, step: int) -> None:
         """Removes the files of a checkpoint, and makes a new Orbax checkpointer: after a failure
-        the old one writes no more.
+        the old one cannot write again.
         """
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ class Writer:
                 if not all_try_again or number == self._tries:
                     self._error = error
                     return
-                if not isinstance(failure, Elsewhere):  # then another process prints its error
+                if not isinstance(failure, Elsewhere):  # `Elsewhere`: another process prints it
                     self._say(
                         f"{error} The next of {self._tries} tries is in {pause:g} s; the run "
                         f"goes on meanwhile."

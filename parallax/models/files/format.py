@@ -104,7 +104,7 @@ def load(
         for name, number in format_.fields.numbers.items()
         if number.kind is int
     ]
-    what = f"{format_.fields.title} of {', '.join(sizes)}"
+    what = f"{format_.fields.title} of {', '.join(sizes)}"  # the model in words, for errors
     with contextlib.ExitStack() as stack:
         stored = tensors.opened(stack, files, index, format_.prefix, format_.no_weights)
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)

@@ -264,7 +264,7 @@ def check(
         config: the `config.json` that states the sizes, for errors.
         what: the model and its sizes, for errors: "GPT-2 of n_layer=3, n_head=2".
     """
-    asked = f"a {what}, as {config} says it is"
+    asked = f"a {what}, as {config} says it is"  # the end of sentences in errors
     count = sum(leaf.count for leaf in leaves.values())
     if count > 4 * len(stored) + 10_000:  # a wrong size: listing every name would take too long
         raise ValueError(

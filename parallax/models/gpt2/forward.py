@@ -67,11 +67,12 @@ def _add_positions(model, x, keys, *, first, comms):
     """Returns `x` plus the learned embeddings of the positions `first`, `first` + 1, ..., with
     dropout.
     """
-    T = x.shape[1] * comms.token_shards
+    T = x.shape[1] * comms.token_shards  # the tokens on all devices
     whole = model.wpe
     static = isinstance(first, int)  # not while text is drawn: there `first` is traced
     rows = whole[first : first + T] if static else lax.dynamic_slice_in_dim(whole, first, T)
     x = x + comms.local_tokens(rows, dim=0)[None]
+    # Site 0 is in no layer; for the keys of dropout it counts as layer L.
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
 
 

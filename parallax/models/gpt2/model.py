@@ -67,6 +67,7 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
+        """Checks the fields, and stores them as Python's numbers."""
         check = checked_numbers.Checked("gpt2.Config", self)
         check.whole("layers", "heads", "width", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)

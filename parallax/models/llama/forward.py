@@ -201,8 +201,9 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair. It computes in
-    float32 or wider, and returns the type of `x`.
+    """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair, by the angles
+    whose cosines and sines are `turns`. It computes in float32 or wider, and returns the type of
+    `x`.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)

@@ -33,6 +33,7 @@ class Scaling:
     original: int = 8192
 
     def __post_init__(self):
+        """Checks the fields, and stores them as Python's numbers."""
         check = checked_numbers.Checked("llama.Scaling", self)
         check.real("factor", "low", "high", bound=checked_numbers.POSITIVE)
         check.whole("original")
@@ -110,6 +111,7 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
+        """Checks the fields, and stores them as Python's numbers, with the default `head_width`."""
         check = checked_numbers.Checked("llama.Config", self)
         check.whole("layers", "heads", "groups", "width", "hidden", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
