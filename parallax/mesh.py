@@ -186,6 +186,7 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """Returns the axes by which one spec splits several arrays with different numbers of rows.
 
     `specs` is a tree prefix, so one spec may hold for several leaves. Rows are the first dim.
+    `grads` refuses a batch of such arrays.
     """
 
     def axes(spec, leaves):

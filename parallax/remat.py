@@ -51,9 +51,9 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block`, which keeps all but the results gathered over devices.
+    """Returns `block` with a backward pass that recomputes only the results gathered over devices.
 
-    These are weights (ZeRO-3) or tokens (sequence parallelism).
+    These are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
     """
 
     def is_saveable(primitive, *_, **params):
@@ -65,12 +65,12 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block`, which keeps the products with weights and recomputes the rest."""
+    """Returns `block` with a backward pass that recomputes all but the products with weights."""
     # A product with a weight has no batch dims in JAX's sense; the products of attention have.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
 
 
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block`, which keeps only its input and recomputes everything."""
+    """Returns `block` with a backward pass that recomputes everything: only its input is kept."""
     return jax.checkpoint(block, prevent_cse=prevent_cse)

@@ -276,6 +276,7 @@ def _costs(
     for dim, pieces in enumerate(cut):
         if pieces[axis] == 1:
             continue
+        # For each path, the share of its steps that go from coordinate i to j of this side.
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):

@@ -39,7 +39,7 @@ class Slices(NamedTuple):
 def reduce_scatter_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, scatter_dimension: int, tiled: bool
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.psum_scatter` of one array, computed by `slices`."""
+    """Returns `lax.psum_scatter` of one array, by `slices.scatter`; transpose: `slices.gather`."""
     x = check_summand("reduce_scatter", summable(x), axis_name)
     if not axes(axis_name):  # without an axis, `lax` drops no dim even if not tiled
         return x

@@ -354,7 +354,10 @@ def _all_reduce(x, axis_name, block_size):
 
 
 def _slices(block_size):
-    """Returns a reduce-scatter and an all-gather whose messages are all int8."""
+    """Returns a reduce-scatter and an all-gather whose messages are all int8.
+
+    Their rounding errors, the second results of `_reduce` and `_gather`, are not used.
+    """
 
     def scattered(x, dim, axis_name):
         """Returns this device's slice, along `dim`, of the sum over devices."""
@@ -371,11 +374,12 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns the sum over devices of this device's part, and the rounding errors of its terms.
+    """Returns this device's part of the sum over devices, and the rounding errors of its terms.
 
     The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
+    # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
     sent = quantize(parts, block_size)
     received = ring.all_to_all(sent, axis_name, 0, 0)
 

@@ -205,6 +205,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     def multiply_and_add(gradients, j, block):
         """Returns both gradients after the terms of device j's block of the cotangent."""
         d_x, d_weight = gradients
+        # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
         return d_x, d_weight + _outer(_block(x, j, dim, cotangent.shape[dim]), block, batch)
 

@@ -38,7 +38,7 @@ def all_reduce_array(x, routes, axis_name):
 
 
 def reduce_scatter_array(x, dim: int, routes, axis_name):
-    """Returns the sum over devices of this device's slice, one of n along `dim`."""
+    """Returns this device's slice, one of n along `dim`, of the sum over devices."""
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
@@ -77,7 +77,7 @@ def _all_reduce_slices(x, dim: int, routes, axis_name):
 
 
 def _scatter_slices(x, dim: int, routes, axis_name) -> list:
-    """Returns the sum over devices of this device's slice along `dim`, in a share per route."""
+    """Returns this device's slice, along `dim`, of the sum over devices: one share per route."""
     length = x.shape[dim] // routes[0].n
     shares = shares_of(length, len(routes))
 

@@ -67,7 +67,7 @@ def merge_softmax(
     more: Float[Array, "*rows head_width"],
     more_lse: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
-    """Returns the output and log-sum-exp over two sets of keys, from those over each."""
+    """Returns the output and log-sum-exp over two sets of keys together, from those of each set."""
     both = jnp.logaddexp(lse, more_lse)
     # A query that saw no key has minus infinity in both, and the difference of both would be nan.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)

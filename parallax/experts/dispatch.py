@@ -100,6 +100,7 @@ class Gathered:
         The arguments are as in `Dispatch`.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
+        # The token of each of its k choices: 0, 0, ..., 1, 1, ...
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
         # Experts are numbered from this device's first one on.
         number = ids.reshape(-1) - axis.index() * local_experts

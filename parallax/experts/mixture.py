@@ -118,9 +118,9 @@ def moe(
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
-    # Of the `token_shards` devices that split a sequence, `context_shards` have different tokens
-    # here. The others gathered the same tokens and counted the same dropped choices: `statistics`
-    # divides by their number.
+    # Of the `token_shards` devices that split a sequence, only `context_shards` have different
+    # tokens here. So `counted` devices have gathered the same tokens and counted the same dropped
+    # choices, and `statistics` divides by that number.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     # Summed over the devices that split the hidden width; each device keeps its own tokens.

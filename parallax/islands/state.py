@@ -271,6 +271,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
 
+    # The step's number has no dim of islands: it is left out here and put back below.
     inner = jax.tree.map(resized, eqx.tree_at(_step, shapes.inner, None))
     inner = eqx.tree_at(_step, inner, shapes.step, is_leaf=_is_none)
     error = jax.tree.map(resized, shapes.error)
@@ -337,7 +338,7 @@ def _islands(model: PyTree) -> int:
 
 
 def _losses(state: State, before: int, islands: int) -> list[str]:
-    """Returns a sentence for each thing that another number of islands does not keep."""
+    """Returns a sentence for each thing that is lost when `before` islands become `islands`."""
     lost = ["the inner steps since the last round, on every island, where there were any"]
     if islands < before:
         lost.append(
