@@ -57,6 +57,6 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file so that the call does not wait for the writer of a pipe, and so that a terminal
-    does not become the process's own."""
+    """Opens a file without waiting for the writer of a pipe, and without making a terminal the
+    controlling one of this process."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

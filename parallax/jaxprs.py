@@ -72,7 +72,7 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
     """Returns all jaxprs among the parameters of an equation, with the values of their constants.
 
-    The order is that of `inner`.
+    The order is as in `inner`.
     """
     values = [
         item
@@ -83,7 +83,8 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the only jaxpr of an equation, if it takes and returns as many values; else None.
+    """Returns the only jaxpr of an equation if both take and return the same numbers of values,
+    else None.
 
     The equations of `jit` and `checkpoint` have such a jaxpr. Only the numbers are compared, so the
     body of a `scan` passes too. Callers that must exclude it test the primitive's name first.
@@ -180,8 +181,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """Returns, for each result of a program, its dependence on the arguments.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. An argument that goes into a `ppermute` counts as sent on all ways,
-    since a ring that is written by hand does not send a device's own block.
+    may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: a
+    ring that is written by hand does not send a device's own block.
 
     Args:
         closed: the program.
@@ -347,8 +348,9 @@ class _Ways(FollowingAlong):
         return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
-        """Returns the dependence of a result of an equation on the program's arguments: on which at
-        all, on which `alone`, without a collective, and which have `met` data that way."""
+        """Returns the `Reach` of an equation's result: the arguments that it depends on, those that
+        it depends on without a collective (`alone`), and those that `met` data without a
+        collective."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())
         # A collective joins the value with the parts of other devices: from here on it depends on

@@ -65,7 +65,7 @@ def is_of_optax(file_name: str) -> bool:
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
-    JAX keeps such traces, so their lines may be those of an earlier call. The trace of
+    JAX keeps such traces, so their lines may belong to an earlier call. The trace of
     `eqx.filter_jit` belongs to the caller.
     """
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])

@@ -93,8 +93,8 @@ def make(
     and on one device without it.
 
     A step is skipped if the loss or the gradient norm is infinite or NaN, or if the update would
-    make a finite number of the model or of the optimizer's state so. A skipped step changes only
-    the number of the step (and the loss scale), and its `Info` says so.
+    make a finite number of the model or of the optimizer's state infinite or NaN. A skipped step
+    changes only the number of the step (and the loss scale), and its `Info` says so.
     `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
     (`run.spikes` gives one). A leaf without a gradient stays as it is.
 
@@ -246,8 +246,8 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """Returns `model`, the result of `after_update`; refuses it if the structure, or the form of a
-    leaf, is not that of the model `before`."""
+    """Returns `model`, the result of `after_update`; refuses it if its structure, or the form of a
+    leaf, differs from the model `before`."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
@@ -263,7 +263,7 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    """Refuses a leaf `new` whose shape, dtype or varying axes are not those of the leaf `old`. A
+    """Refuses a leaf `new` if its shape, dtype or varying axes differ from the leaf `old`. A
     leaf that is not an array must be equal."""
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
@@ -364,7 +364,7 @@ def planned(
 ) -> Planned:
     """Returns the shapes and specs of the state that `init` makes, and a function that makes it.
 
-    Arguments and errors are those of `init`. Nothing is computed yet.
+    Arguments and errors are as in `init`. Nothing is computed yet.
     """
     statics = []
 

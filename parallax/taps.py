@@ -190,7 +190,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped, and adds its mark to the recorder; the arguments are those of `tap`."""
+    """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`."""
     recorder = RECORDER.get()
     assert recorder is not None
     if len(spec.partitions) > x.ndim:
@@ -288,8 +288,8 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangents of the operands of `tap_p`: that of `x`, tapped unless it is zero, and
-    None for the others, which are integers."""
+    """Returns the cotangents of the operands of `tap_p`: for `x` its cotangent, tapped unless it is
+    zero, and None for the others, which are integers."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]

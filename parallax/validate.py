@@ -1,9 +1,9 @@
 """Whether the sizes of a run fit together, and the nearest change that makes them fit.
 
-All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` those of
-the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes of
-fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one by
-one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
+All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
+of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
+of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
+by one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
 with its value.
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.

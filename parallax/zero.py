@@ -146,7 +146,7 @@ def sharded(
     Outside, where arrays are global, it returns the whole state, which
     `rules.optimizer_specs(optimizer, params, specs)` places.
 
-    Arguments are those of `reduce_scattered`. An optimizer that combines elements would see only
+    Arguments are as in `reduce_scattered`. An optimizer that combines elements would see only
     the elements of a share, and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix`
     instead. Clip in `step.make` or `grads.clipped`, which take the norm over all shares.
 
@@ -307,8 +307,8 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """Returns the specs for `gathered_once` and `gathered` from those of the whole model, whose
-    blocks are stacked.
+    """Returns the specs for `gathered_once` and `gathered`, from the specs of the whole model,
+    whose blocks are stacked.
 
     Args:
         specs: the specs of the model, as `rules.specs` gives them.
@@ -443,7 +443,7 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the parameters, for `step.init`: in stage 3 that of the shares, otherwise
+        """The rule of the parameters, for `step.init`: in stage 3 the rule of the shares, otherwise
         `inside`."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
@@ -493,8 +493,8 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf whose shape on this device is not that of its spec. `wholes` has the
-            whole shapes by path."""
+            """Refuses a leaf whose shape on this device does not follow from its spec. `wholes` has
+            the whole shapes by path."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

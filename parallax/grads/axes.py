@@ -40,18 +40,18 @@ def axes_of(axis: Axis) -> tuple[str, ...]:
 
 
 def axes_of_several_devices(names: Iterable[str]) -> list[str]:
-    """Returns, sorted, those of the given axes that have more than one device."""
+    """Returns, sorted, the given axes that have more than one device."""
     return sorted(name for name in names if types.axis_size(name) > 1)
 
 
 def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns those of the axes in `axis` along which `x` is the same on all devices."""
+    """Returns the names in `axis` along which `x` is the same on all devices."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns those of the axes in `axis` along which all devices have the same parameter `x`, even
-    if an enclosing function declared it varying."""
+    """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
+    enclosing function declared it varying."""
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 

@@ -1,5 +1,5 @@
-"""Gradients of the whole batch from those of microbatches, one after another, and of devices that
-split the batch.
+"""Gradients of the whole batch: from microbatches, one after another, and from devices that split
+the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
@@ -166,8 +166,8 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
     wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
-        """Returns the mean of one array over those names of `axis` along which it varies, or the
-        array if there are none."""
+        """Returns the mean of one array over the names in `axis` along which it varies, or the
+        array if it varies along none."""
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
@@ -412,8 +412,8 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Returns those of the given axes along which a gradient varies and the loss does not: the loss
-    may have been reduced there.
+    """Returns the given axes along which a gradient varies and the loss does not: the loss may have
+    been reduced there.
 
     If neither varies, both were reduced, which is right.
     """
@@ -508,8 +508,8 @@ class _Program:
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     """Returns each leaf of `tree` summed over its own axes, in float32 or wider.
 
-    `names` is a tree like it, of tuples: the names of the axes, a subset of those of `axis`, over
-    which each leaf is summed.
+    `names` is a tree like `tree`. It has for each leaf a tuple of names of `axis`: the axes over
+    which the leaf is summed.
     """
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)

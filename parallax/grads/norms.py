@@ -44,7 +44,7 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 def check_max_norm(where: str, max_norm: Any) -> None:
     """Raises `ValueError` if gradients cannot be clipped to this norm: it is NaN, 0 or below.
 
-    A traced number has no value yet, and passes. `where` is the caller, for the message.
+    A traced number has no value yet, and passes. `where` names the caller in the message.
     """
     # `not ... > 0` is also true for NaN.
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
@@ -70,8 +70,8 @@ class Clipped:
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Raises `ValueError` if `grad` is `clipped`: `wrapper` around it would clip other gradients
-    than those of the step, which `clipped_gradients` names for the message."""
+    """Raises `ValueError` if `grad` is `clipped`: inside `wrapper` it would clip
+    `clipped_gradients`, as the message calls them, and not the gradients of the step."""
     if isinstance(grad, Clipped):
         raise ValueError(
             f"{wrapper} wraps grads.clipped, which would clip {clipped_gradients} instead "

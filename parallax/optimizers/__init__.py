@@ -1,5 +1,5 @@
-"""Optimizers on shards: a check that one acts element by element, and wrappers for those that do
-not.
+"""Optimizers on shards: a check that an optimizer acts element by element, and wrappers for other
+optimizers.
 
 The wrappers are imported at their first use, since the check in each step does not need them.
 """

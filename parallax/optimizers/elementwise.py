@@ -4,9 +4,9 @@ update.
 `checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
 have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
 or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size. Examples are a rate scaled by a dim, and a choice by a size that lies
-between those of a shard and of the whole leaf. The allowed operations are a list, since a list of
-forbidden ones could miss some.
+that depends on the size. Examples are a rate that is scaled by a dim, and a choice by a size
+between the shard's and the whole leaf's. The allowed operations are listed, since a list of
+forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. Its owner's number goes with each array of
 the optimizer's state; a moment is a state array of the shape of its leaf's gradient. A share is a
@@ -183,7 +183,7 @@ class _Update:
             for number, leaf in zip(numbers, self.leaves, strict=True)
         ]
         of_state = map(self.value_of_state, jax.tree.leaves(self.arguments[1]), self.owners)
-        arguments = self.of_any_size()
+        arguments = self.of_any_size()  # (gradients, state, parameters), as `self.arguments`
         try:
             program = jax.make_jaxpr(self.update)(*arguments)
         # Any exception: an operation that fails on an unknown size may work on a known one.
@@ -232,6 +232,7 @@ class _Update:
         def resized_state(x, owner):
             return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
 
+        # Each is (arrays, structure).
         gradients, state, weights = map(jax.tree.flatten, self.arguments)
         wholes = [leaf.whole for leaf in self.leaves]
         return (
@@ -352,8 +353,7 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the message for gradients whose leaves are not those that the optimizer has state
-        for."""
+        """Returns the message for gradients of other leaves than the optimizer has state for."""
         with_gradient = {leaf.path for leaf in self.leaves}
         path = min(with_state ^ with_gradient, key=trees.dotted)
         has, lacks = "optimizer state", "no gradient"

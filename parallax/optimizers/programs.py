@@ -2,7 +2,7 @@
 is done element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
-a fact about it is true of the shards and of the whole leaves alike. Leaves are parameters, named by
+a fact about the program is true for shards and for whole leaves. Leaves are parameters, named by
 number; a value that "mixes" uses several elements at a time, and so would be wrong on shards. In
 `linear(x, forward=..., backward=..., name=...)` the two functions become one equation of that name.
 """
@@ -180,8 +180,8 @@ class _Elements(jaxprs.Following):
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     """Returns the sources of a result of type `aval` that an equation computes element by element.
 
-    `value` has those of all its operands. If a shard and a whole array are among them, the result
-    mixes: element i of the shard is not element i of the whole array.
+    `value` has the sources of all its operands. If a shard and a whole array are among them, the
+    result mixes: element i of the shard is not element i of the whole array.
     """
     # The exception: updates that `zero.sharded` has gathered are whole, and marked by `RIGHT`.
     both_whole = RIGHT in value.leaves and not split_over(aval)

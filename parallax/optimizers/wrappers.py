@@ -59,7 +59,8 @@ def whole(
 
     It is right for any optimizer; the state is whole on each device. Gradients and parameters may
     both be shares (tensor parallelism, ZeRO-3), or only the gradients (from
-    `zero.reduce_scattered`, in the place of `zero.sharded`: ZeRO-1 without its saving of memory).
+    `zero.reduce_scattered`). The latter is ZeRO-1 without its saving of memory: it replaces
+    `zero.sharded`.
 
     Args:
         optimizer: any optimizer.
@@ -330,7 +331,8 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
-    """Refuses layers that do not divide by the owners. `shape` is that of the leaf on a device."""
+    """Refuses layers that do not divide by the owners. `shape` is the shape of the leaf on a
+    device."""
     layers = way.lead - 1
     # A split of the layers themselves has already divided them.
     inside = [split for split in way.splits if split.dim > layers]

@@ -70,7 +70,8 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in this slot of the buffers; its arrays have the dims of those of `like`."""
+    """Returns the tree in this slot of the buffers. Its arrays have as many dims as the arrays of
+    `like`."""
 
     def leaf(buffer, like):
         """Returns the array, of the dims of `like`, in the slot of a buffer."""
@@ -86,7 +87,7 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots for each of these types of arrays.
 
     An array that is the same on all stages, such as a constant, gets one array for all microbatches
-    instead. `axis` is that of the stages.
+    instead. `axis` is the axis of the stages.
     """
 
     def slots(kind):

@@ -1,9 +1,9 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
 Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all
-devices. No collective stands under a predicate that differs between the devices that it joins,
-since it would hang. The values that a microbatch's backward pass needs wait in slots. Their number
-is the most microbatches that the schedule holds at once, and does not grow with M.
+devices. A collective under a predicate that differs between its devices would hang, so no
+collective is under one. The values that a microbatch's backward pass needs wait in slots. Their
+number is the most microbatches that the schedule holds at once, and does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
 
@@ -60,15 +60,15 @@ def value_and_grad(  # noqa: PLR0913
 
     It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch
     has its sequences as the first dim of every leaf, and is cut into M parts in order. Gradients
-    are summed, and returned, in float32 or wider. Those of parameters that are the same on all
-    stages are all-reduced over the stages once, at the end.
+    are summed, and returned, in float32 or wider. The gradients of parameters that are the same on
+    all stages are all-reduced over the stages once, at the end.
 
     `params`, the first argument of all three functions, has all parameters. In `stage`,
     `blocks(params)` is one chunk of layers, without the dim of chunks. A parameter has a gradient
     wherever it is read.
 
     Each tick sends one activation to the next stage and one cotangent to the one before, by one
-    `ppermute` per array. The time is that of `schedule.makespan`. A device has
+    `ppermute` per array. `schedule.makespan` gives the time. A device has
     `schedule.slot_count` slots for the arrays that `save` saves of one chunk.
 
     Args:
@@ -142,7 +142,7 @@ def value(
     """Returns the loss function that `value_and_grad` differentiates, for evaluation: only the
     schedule's forward lane, and nothing is saved.
 
-    Arguments and errors are those of `value_and_grad`; with auxiliary values it returns
+    Arguments and errors are as in `value_and_grad`. With auxiliary values the function returns
     `(loss, aux)`. A parameter may come by closure, since no gradient is taken.
     """
     axis = Axis.of(axis)

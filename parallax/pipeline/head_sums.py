@@ -5,10 +5,10 @@ has the model's output. A sum over stages is right if the terms of early stages 
 factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
 program, so its values are computed here for every stage.
 
-The *terms* of a value say whether it has an early stage's `x` (`early`), depends on no argument
-(`is_number`) and depends on the stage's index (`indexed`), and give its value by that index
-(`by_index`), if known. From `FollowingAlong`: `run` follows a program, `met` joins the terms of all
-operands, and `is_sent` says whether an equation communicates over the axis.
+The *terms* of a value say whether it has an early stage's `x` (`early`), whether it depends on no
+argument (`is_number`), and whether it depends on the stage's index (`indexed`). `by_index` gives
+its value for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the
+terms of all operands, and `is_sent` says whether an equation communicates over the axis.
 """
 
 import functools
@@ -69,7 +69,8 @@ class _Sums(jaxprs.FollowingAlong):
     def __init__(self, axis: str):
         super().__init__(axis)
         self.added = False
-        self.stages = range(types.axis_size(axis) - 1)  # before the last one
+        # The stages before the last one.
+        self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
         """Returns the terms of a constant of the program."""
@@ -171,5 +172,6 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]
+    # It is computed now, and not added to the program that is being traced.
     with core.eval_context():
         return eqn.primitive.bind(*values, **eqn.params)

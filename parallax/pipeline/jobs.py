@@ -4,8 +4,8 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights.
 
 A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
-the carry with what it saved and added up. `row.jobs[lane][stage]` is the number of a job, and
-`row.saved` and `row.deferred` give slots in the same way. The executors, `lockstep` and
+the carry with the arrays that it saved and the sums. `row.jobs[lane][stage]` is the number of a
+job, and `row.saved` and `row.deferred` give slots in the same way. The executors, `lockstep` and
 `per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
 "backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`.
 
@@ -89,7 +89,7 @@ class Carry(NamedTuple):
 
 
 class Jobs(Programs):
-    """The jobs of one device. Its attributes are those of `Programs`."""
+    """The jobs of one device. It has the attributes of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
         """Returns the carry before the first tick: `saved` and `deferred` slots, and sums of zero.
@@ -146,7 +146,8 @@ class Jobs(Programs):
         place = task.microbatch, task.chunk
 
         def with_value(values, value):
-            """Returns auxiliary values [M, v, ...] with that of this job at (microbatch, chunk)."""
+            """Returns auxiliary values [M, v, ...] with the value of this job at (microbatch,
+            chunk)."""
             if task.valid is not True:
                 # An idle stage has microbatch 0 as its number, whose value it must not overwrite.
                 value = jnp.where(task.valid, value, values[place])

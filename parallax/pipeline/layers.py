@@ -54,8 +54,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
     stages.
 
-    The padding repeats a place's last layer, so that its outputs are as finite as those of a layer.
-    They are never used, so its gradient is 0; but an optimizer with weight decay changes it.
+    The padding repeats a place's last layer, so that the padding's outputs are finite too. They are
+    never used, so the padding's gradient is 0; but an optimizer with weight decay changes it.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not L.
@@ -108,8 +108,8 @@ def run_layers(
     """Returns `x` after the layers of the place `position`: `layer(weights, x, number)` each, with
     the layer's number in the model.
 
-    `blocks` are those of one chunk, [n, ...] each. All places run n layers, since all stages run
-    one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
+    `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
+    run one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
     places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
     """
     table = checked(table)

@@ -99,8 +99,8 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model, the head's; else
-    the one that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x."""
+    """Returns the cotangent that B begins with: at the last place of the model the head's, else the
+    cotangent that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x."""
     # The row's last column is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)

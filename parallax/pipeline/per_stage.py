@@ -116,12 +116,14 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends this tick's message over each distance that occurs in the schedule, and writes what
-    arrives into slots. A message that this stage does not need goes into a slot that is never read.
+    """Sends this tick's message over each distance that occurs in the schedule, and writes the
+    messages that arrive into slots. A message that this stage does not need goes into a slot that
+    is never read.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
-        # On a CPU each message waits for the one before: all devices need the same order.
+        # On a CPU each message waits for the one before: all devices need the same order. Over a
+        # distance of 0 it stays on its stage.
         arrived = jobs.moved(sequence_after(sent, before), distance=distance) if distance else sent
         carry = carry.with_arrived(slots=put(carry.arrived.slots, arrived, slots[jobs.index]))
         before = arrived
@@ -153,7 +155,7 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, for a part that runs only for a microbatch.
 
-    The condition always holds where the part runs. Without it nothing in the part's collectives
+    The condition holds whenever the part runs. Without it nothing in the part's collectives
     would depend on its loop, and XLA would run them before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)

@@ -184,8 +184,8 @@ class Programs:
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns those arguments of F, B, I and W that neither arrive nor wait in a slot: the
-        arrays to differentiate, and the rest."""
+        """Returns the arguments of F, B, I and W that need no message and no slot: the arrays to
+        differentiate, and the rest."""
         params = self._of_chunk(task.chunk)
         # `_read_by_stage` is a tree like the ends: whether the stage reads each.
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
@@ -220,7 +220,8 @@ class Programs:
 
     def shared_out(self, value: Array) -> bool:
         """Returns whether all stages compute the head's value together, so that it is the same on
-        all; otherwise only the value of the last stage counts."""
+        all; otherwise only the value of the last stage counts. Raises `ValueError` if the value is
+        the same along only some of the stages' axes."""
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and not varies_along(value, self.axis):
             raise ValueError(
@@ -284,10 +285,11 @@ class Programs:
         # its own output, so trace again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
-        self._read_by_stage = self._stage.used[0].ends
+        self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
         zeros = jax.tree.map(jnp.zeros_like, terms)
-        self.terms = varying(zeros, self.axis.names)  # they differ between stages
+        # The terms differ between stages.
+        self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
         """Traces `head`, and sets on which stages its loss counts."""

@@ -52,8 +52,8 @@ class Traced(NamedTuple):
     used: PyTree
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """Returns the results; the arguments must have the structure and types of those that the
-        function was traced on."""
+        """Returns the results. The arguments must have the structure and types with which the
+        function was traced."""
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A result that is a constant may be a NumPy array.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))

@@ -225,7 +225,7 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
-    """Yields the innermost rules, those that are no `first` and no `fsdp`, in their order.
+    """Yields the innermost rules, which are neither a `first` nor an `fsdp`, in order.
 
     Each comes with the `fsdp`s around it, the innermost first.
     """

@@ -26,9 +26,9 @@ from parallax.rules.placement import free, padded, spec_of
 class match:
     """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
 
-    Dots separate the parts of a pattern and of a path, and part is matched with part. `**` stands
-    for any number of parts, also for none. Any other part is a file-name glob: `*` is one whole
-    part, `w*` a part that begins with w.
+    Dots separate the parts of a pattern and of a path, and part is matched with part. `**` matches
+    any number of parts, also none. Any other part is a file-name glob: `*` is one whole part, `w*`
+    a part that begins with w.
     """
 
     pattern: str
@@ -75,8 +75,8 @@ class fsdp:
     """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
 
     The split dim is the largest that no axis splits yet and that divides by `size`; of equally
-    large dims, the first. Two kinds of leaf keep the spec of `inside`: those of fewer than
-    `min_size` elements, counted before any split, and those without such a dim. `explain` names
+    large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
+    `min_size` elements, counted before any split, and leaves without such a dim. `explain` names
     them. To keep some leaves whole, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
 

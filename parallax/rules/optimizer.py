@@ -65,8 +65,8 @@ def optimizer_specs(
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are leaves
     that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. The state of
-    `parallax.optimizers` is whole along the axes of those optimizers; if `mesh` is given, it must
-    have them.
+    an optimizer of `parallax.optimizers` is whole along that optimizer's axes; if `mesh` is given,
+    it must have these axes.
 
     The specs do not promise that an update on shards equals one on whole leaves; `step.make` checks
     that.
@@ -126,7 +126,7 @@ def optimizer_specs(
 
 
 def _is_gathered(node: Any) -> bool:
-    """Returns whether a node of the state is that of an optimizer of `parallax.optimizers`."""
+    """Returns whether a node of the state is a state of `parallax.optimizers`."""
     return isinstance(node, GatheredOptState)
 
 

@@ -210,10 +210,10 @@ def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
 def _fitting(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> PartitionSpec:
-    """Returns the spec to advise: the one that the rule gave, without the axes that do not fit.
+    """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
     An axis does not fit if the mesh lacks it, if it does not divide the dim, or if another dim has
-    it. Two kinds of axes are reserved: those of the batch, and those that an `fsdp` around the rule
+    it. Two kinds of axes are reserved: axes of the batch, and axes that an `fsdp` around the rule
     adds itself.
     """
     # The axes that no further dim may have.

@@ -128,7 +128,7 @@ def _is_of_torch(header: list[str]) -> bool:
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
 
-    A whole backward job, B, is read as I and then W. If two jobs overlap, the one that is listed
+    A whole backward job, B, is read as I and then W. If two jobs overlap, the job that is listed
     first runs first.
     """
     orders = []
@@ -194,7 +194,8 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
                 f"{place}, and the next place without a stage is {expected}. Number the places "
                 "without a gap, each on one stage."
             )
-    return np.array(places).T  # from [stages, chunks]
+    # `places` is [stages, chunks].
+    return np.array(places).T
 
 
 def _short(cells: list[str]) -> str:

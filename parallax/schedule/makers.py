@@ -45,10 +45,10 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more chunks, microbatches go around the ring in groups of P, and the v times smaller bubble
-    costs v times as many exchanges (arXiv 2104.04473). If M is a multiple of P, there are
-    M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which adds
-    (P - M mod P)(v-1)(F+B)/v to the bubble.
+    more chunks, microbatches go around the ring in groups of P. The bubble is v times smaller, and
+    there are v times as many exchanges (arXiv 2104.04473). If M is a multiple of P, there are M v +
+    (v+1)P - 2 ticks. Otherwise the last group is not full, which adds (P - M mod P)(v-1)(F+B)/v to
+    the bubble.
 
     Raises:
         ValueError: as for `gpipe`.

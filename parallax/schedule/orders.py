@@ -3,7 +3,7 @@ jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
 gradient; their lanes are "forward", "backward" and "weight". A place is a chunk's position in the
-model, and `places`, [v, P], gives that of each chunk of each stage.
+model, and `places`, [v, P], gives the place of each chunk of each stage.
 """
 
 import heapq
@@ -67,11 +67,11 @@ def zero_bubble(
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
-    """Returns a schedule in which a stage runs in each tick a job that is ready: an I; else an F if
-    it holds fewer than `max_chunks` chunks; else a W.
+    """Returns a schedule in which each stage runs a ready job in each tick: an I; else an F if the
+    stage holds fewer than its number of `max_chunks` chunks; else a W.
 
-    Of several jobs of a lane, the one of the earliest microbatch runs first; of one microbatch, the
-    one at the latest place.
+    If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
+    microbatch the latest place.
 
     Raises:
         ValueError: no stage can go on, since all hold `max_chunks` chunks.

@@ -43,8 +43,8 @@ def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks st
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement in the shape of a V, with two chunks per stage: of stage s, the first
-    is at place s and the second at 2P - 1 - s."""
+    """Returns the placement in the shape of a V, with two chunks per stage: the first chunk of
+    stage s is at place s, and the second at place 2P - 1 - s."""
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 

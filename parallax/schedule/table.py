@@ -201,7 +201,8 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run; each is one loop without conditional.
+        """The stretches of ticks in which the same lanes run; each stretch is one loop without a
+        conditional.
 
         1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
         """
@@ -226,7 +227,7 @@ class Schedule:
         In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
         a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
         stage (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
-        gradient, and 2 if it is both gradients, so that schedules of the same work compare.
+        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
@@ -337,8 +338,8 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, but with the lowest free slot where the forward lane has no job: in lockstep an
-        idle stage writes there."""
+        """`slots`, with the lowest free slot instead of -1 if the forward lane has no job: in
+        lockstep an idle stage writes there."""
         return coloured(self.lanes)
 
     @cached_property

@@ -131,7 +131,7 @@ def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
 
 
 def variables_of(atoms: Sequence[Any]) -> list[Any]:
-    """Returns those of the operands that are variables, not literals."""
+    """Returns the variables among these operands, without the literals."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
@@ -173,7 +173,7 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
     """Returns the indices of the results that the equation at `place` must compute, and of the
-    operands that they need. `results` are the indices of those that are wanted. Only a scan must
+    operands that they need. `results` are the indices of the wanted results. Only a scan must
     compute more than these: the carries that they depend on."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):  # result i needs only operand i

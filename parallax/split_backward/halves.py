@@ -151,14 +151,15 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """The number of arrays that go from the first half to the second, also those of scans."""
+        """The number of arrays that go from the first half to the second, including the arrays of
+        scans."""
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )
 
     def run_first(self, arguments: Values, outputs: Collection[int]) -> tuple[list[Any], list[Any]]:
         """Runs the first half: returns the results at the indices `outputs`, and the arrays for the
-        second half. `arguments` has the values of those arguments that the first half reads."""
+        second half. `arguments` has the values of the arguments that the first half reads."""
         values, from_scans = self.program.constants | arguments, []
         # The arrays of scans come last, in the order of the steps, as `run_second` reads them.
         for step in self.first:
@@ -368,6 +369,7 @@ def _may_run_in(
     """
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
+        # The second half may repeat it if that costs little and it has the operands.
         return True, not reads & made and _is_cheap(eqn)
     # Only the second half needs it. It must run there if it reads a late variable, and does if it
     # is expensive, so that the first half, which other stages wait for, stays short.
@@ -399,7 +401,7 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Returns the variables in the trip of those results that are carries."""
+        """Returns the carries among these results, as variables of the trip."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
