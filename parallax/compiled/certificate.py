@@ -263,7 +263,7 @@ def _inside(
         trips = stated or instruction.counted or 1
         chain = _chain(program, called, key, known)
         chains.append(Counter({name: trips * hops for name, hops in chain.items()}))
-    # Only one branch of a conditional runs.
+    # Only one branch of a conditional runs; other computations run one after another.
     return _longest(chains) if instruction.opcode == "conditional" else sum(chains, Counter())
 
 

@@ -205,6 +205,7 @@ class Reading:
     def _shard_map(self, node: Node, inputs: list[Value]) -> list[Value]:
         """Reads the body of a `shard_map`, and returns the facts of its results outside of it."""
         params, outside = node.eqn.params, self.map
+        # It looks up facts in `known`, and opens loops by `self.body`.
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
@@ -394,9 +395,10 @@ def _left(returned: list[Value], carries: list[Value], predicate: Value, depth: 
     return [
         value._replace(
             differs=value.differs | predicate.differs,
+            # Of the loops around, the innermost may change the result in each trip.
             trip=max(depth, predicate.trip),
             constant=value.constant and predicate.constant,
-            parts=frozenset(),
+            parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside
         )
         for value in outside
     ]
