@@ -4,6 +4,11 @@ While no record is made, `tap` returns its argument and adds nothing to the prog
 is made, `tap` is an identity whose lowering calls back to Python. Its transpose is another
 identity, which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map`
 and in pipelines, and code that reads programs sees no effect.
+
+`tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
+numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
+reports: FORWARD the value, LINEAR (of a tangent) nothing, BACKWARD the cotangent, and AFTER a value
+that is computed after the backward pass.
 """
 
 import contextlib
@@ -28,9 +33,7 @@ from parallax.recording import AT, RECORDER, is_on
 # An axis in a spec that stands for all splits of the batch's rows: the data axis and microbatches.
 BATCH = "batch"
 WHOLE = P()
-# The ways of a tap. FORWARD reports a value. LINEAR is the tap of a tangent: it reports nothing,
-# and its transpose is BACKWARD, which reports the cotangent. AFTER is for values that are computed
-# after the backward pass.
+# The ways of a tap. The transpose of LINEAR, the tap of a tangent, is BACKWARD.
 FORWARD, LINEAR, BACKWARD, AFTER = "forward", "linear", "backward", "after"
 
 

@@ -5,6 +5,7 @@ A gradient function is `(params, batch) -> (value, gradients)`, where `value` is
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
 parameter of which each device has a part; other parameters are copies. `A {U_X}` is a term, on each
 device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only these names.
+`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import numbers

@@ -6,6 +6,7 @@ collective is under one. The values that a microbatch's backward pass needs wait
 number is the most microbatches that the schedule holds at once, and does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
+`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline

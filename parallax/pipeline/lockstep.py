@@ -9,7 +9,8 @@ period of ticks in which the same lanes run on at least one stage; it is one `la
 
 `jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
 `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
-messages of this stage, and `row` the jobs and slots of a tick.
+messages of this stage, and `row` the jobs and slots of a tick. `sequence_after(x, y)` is `x`, which
+on a CPU waits for `y`.
 """
 
 import functools

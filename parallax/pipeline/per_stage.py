@@ -8,7 +8,8 @@ them.
 
 A part is a step of a tick: embed, the three kinds of job, exchange, head, embed_backward.
 `jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
-`carry.arrived` has the messages of this stage, and `row` the jobs and slots of a tick.
+`jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
+messages of this stage, and `row` the jobs and slots of a tick.
 """
 
 import functools

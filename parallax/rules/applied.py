@@ -3,7 +3,8 @@
 A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
 another model. The *placement* of a leaf is its spec and the rules that gave it; its *wrappers* are
 the `fsdp`s around the rule. `arrays` are the array leaves of a tree, as (path, leaf). A rule
-*places* a leaf if it gives the leaf a spec, and is *idle* if it places none.
+*places* a leaf if it gives the leaf a spec, and is *idle* if it places none. The *parts* of a rule
+are the rules inside `first` and `fsdp`.
 """
 
 import difflib
