@@ -1,8 +1,8 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
 A program for several slices is written for one of them. A collective between slices is a pair of
-`send` and `recv` with the devices at both ends, slices counted from one: `100003->200003` goes from
-device 3 of the first slice to device 3 of the second. This module replaces each pair by the
+`send` and `recv` with the devices at both ends. Slices are counted from one: `100003->200003` goes
+from device 3 of the first slice to device 3 of the second. This module replaces each pair by the
 collective that it stands for, over the devices of all slices, so that other modules need not know
 about slices.
 """
