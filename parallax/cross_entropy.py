@@ -8,7 +8,7 @@ block of tokens needs only its own logits. Its results are small: a loss, the gr
 and its term of the table's gradient. All three are computed while the block's logits exist, so the
 backward pass only scales the gradients.
 
-Source: the gradient in the forward pass is that of Hsu et al., Liger Kernel (arXiv 2410.10989),
+Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
 """
 
@@ -42,7 +42,7 @@ def mean(
 
     It holds the t V_X logits of t = `block_tokens` tokens, and two sums of the size of the table.
     Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
-    noticeable time. Each block sends what `tensor.cross_entropy` sends.
+    noticeable time. A block sends as much as `tensor.cross_entropy` of its tokens.
 
     The cotangent of `x` is this device's share of a sum, which the `tensor.copy_to` before `mean`
     takes. There is no forward-mode derivative.

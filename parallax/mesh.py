@@ -42,7 +42,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 
     TPUs are arranged so that, if possible, each hop of a ring along an axis crosses one link of the
     torus. Devices of several slices are taken slice by slice, so that the first axes cross the
-    network between slices; the last stay inside a slice or a machine.
+    network between slices; the last axes stay inside a slice or a machine.
 
     Args:
         devices: the devices to use; all of them by default.

@@ -77,8 +77,8 @@ def column(
     """Returns the result of a column-parallel layer, which gathers the tokens first:
     `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
-    The arguments are those of `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
-    multiplies some tokens while the others travel.
+    The arguments are as in `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
+    multiplies some tokens while other tokens travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
@@ -103,7 +103,7 @@ def row(
     """Returns the result of a row-parallel layer, which sums and scatters the products:
     `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
-    The arguments are those of `tensor.row`. With `collectives.matmul.matmul_reduce_scatter` a
+    The arguments are as in `tensor.row`. With `collectives.matmul.matmul_reduce_scatter` a
     device multiplies while the partial sums travel.
 
     Raises:
@@ -149,8 +149,8 @@ def comms(
     Megatron's pair, `tensor.copy_to` and `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
-    functions of `collectives.matmul`, it does both at the same time, hop by hop. The functions
-    raise the errors of `reduce_scatter_to` and `local_tokens`.
+    functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
+    The functions raise the errors of `reduce_scatter_to` and `local_tokens`.
     """
     axis = Axis.of(axis)
 

@@ -46,6 +46,7 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
                 f"{(*outside, *inside)!r}, or split another dim over them."
             )
         if inside:
+            # The axis keeps its algorithm, but runs only along the names that split this dim.
             splits.append(Split(dim, axis.over(inside)))
     return splits
 

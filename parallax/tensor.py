@@ -273,7 +273,8 @@ class Embedding(eqx.Module):
             ValueError: the table's rows are not split over the axis.
         """
         # Equinox's static field keeps the number of rows of the whole table. So a table that was
-        # not split is refused here: the first device would find all ids, and the others none.
+        # not split is refused here: the first device would find all ids, and the other devices
+        # none.
         rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
         weight = self.embedding.weight
         if len(weight) * devices != rows:

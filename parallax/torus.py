@@ -48,8 +48,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     cross the network. TPUs whose coordinates fill no box keep the order given too.
 
     Args:
-        devices: as many as `sizes` multiply to. A TPU has `coords`, `core_on_chip`, `device_kind`
-            and perhaps `slice_index`.
+        devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
+            `device_kind` and perhaps `slice_index`.
         sizes: the sizes of the mesh's axes.
     """
     slices: dict[int, list[Any]] = {}
@@ -334,7 +334,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
                 for point in (line[1:], line[:0:-1])[i % 2]
             ]
             paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
-        # Back from the order of the path to that of `sides`.
+        # From this path's order of the sides back to the order of `sides`.
         inverse = np.argsort(order).astype(int)
         for path in paths_in_order:
             paths.append(np.array(path, int).reshape(len(path), len(sides))[:, inverse])

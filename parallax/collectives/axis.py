@@ -96,8 +96,8 @@ xla = Algorithm("xla", lax.psum, lax.psum_scatter, lax.all_gather)
 class Axis:
     """A mesh axis, or several as one row-major group, with the algorithm of its collectives.
 
-    Its collectives take trees of arrays. They return what `jax.lax`'s return, with the same
-    replication types. Functions with an argument `axis` make one by `Axis.of`:
+    Its collectives take trees of arrays. They return the same as `jax.lax`'s collectives, with the
+    same replication types. Functions with an argument `axis` make one by `Axis.of`:
 
     ```python
     def mean_loss(losses, axis):                 # axis: "data", ("data", "context"), ring("data")

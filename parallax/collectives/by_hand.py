@@ -36,6 +36,6 @@ def all_reduce(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "n
 
 
 def _to_the_right(x, axis_name):
-    """Returns the left neighbour's `x`: each device sends its own to the right."""
+    """Returns the left neighbour's `x`: each device sends its own `x` to the right."""
     n = lax.axis_size(axis_name)
     return lax.ppermute(x, axis_name, [(i, (i + 1) % n) for i in range(n)])

@@ -88,7 +88,7 @@ def gather(
 ) -> Any:
     """Returns `result` after `write(result, table, j, block)` of every device j's block.
 
-    The device's own block is written first, then the others as they arrive.
+    The device's own block is written first, then the other devices' blocks as they arrive.
 
     Args:
         routes: the tables, all with the same number of rounds, which run backwards.

@@ -46,8 +46,8 @@ def algorithm(
     total = all_at_once.all_reduce(gradients, "data")
     ```
 
-    Its functions take and return what `lax.psum`, `lax.psum_scatter` and `lax.all_gather` do: trees
-    of any dtype and shape, replication types and derivatives included. They work along one axis or
+    Its functions work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on trees of any
+    dtype and shape, with the same replication types and derivatives. They work along one axis or
     several. For S bytes, padded to a multiple of n numbers, a device sends (n - 1)/n S in a
     reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. The transpose of
     an all-reduce is free. They raise `ValueError` if a leaf lacks the dim, if the dim does not
@@ -57,7 +57,7 @@ def algorithm(
         maker: gives the `Route` for n devices, or several that run side by side, each with a share
             of every block.
         name: the name in messages; the maker's by default.
-        all_to_all: the all-to-all of the algorithm, if it is not that of `lax`.
+        all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
     return _from_tables(maker, lambda sizes: maker(math.prod(sizes)), name, all_to_all)

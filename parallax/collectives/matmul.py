@@ -160,8 +160,8 @@ def _all_gather_matmul_forward(x, weight, axis_name, axis):
 def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     """Returns the gradients of `x` and of the weight."""
     x, weight = residuals
-    # Without the barrier XLA would reuse the forward pass's blocks of `x`, and hold all of them in
-    # between.
+    # Without the barrier XLA would reuse the forward pass's blocks of `x`, and so keep all of these
+    # blocks between the two passes.
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
@@ -220,7 +220,7 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
-    The device's own `x` is visited first, then the nearest ones on both sides.
+    The device's own `x` is visited first, then the other devices', the nearest on both sides first.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
@@ -245,7 +245,7 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 
 
 def _alike(x, weight, axis_name):
-    """Returns both operands as varying along the axis and along the axes of either of them.
+    """Returns both operands as varying along the axis and along the axes of either operand.
 
     The transpose of this cast sums each gradient over the axes that its operand lacked.
     """

@@ -62,9 +62,9 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the
     same two numbers, and a + b equals b + a to the last bit, so all devices end with the same bits.
     Unless n is a power of two, there are 2 more hops. The n - p last devices first send their terms
-    to the front, and receive the result at the end. (Without that, as in `halving`, it takes one
-    hop less, but each device would add in an order of its own.) The transpose is free. There is no
-    `Route`: a sum that both devices keep and send is counted more than once.
+    to the front, and receive the result at the end. (Without this first step, as in `halving`,
+    there is one hop less, but each device adds in its own order.) The transpose is free. There is
+    no `Route`: a sum that both devices keep and send is counted more than once.
     """
     return all_reduce_leaves(x, axis_name, _total)
 

@@ -78,7 +78,7 @@ def halving(n: int, by: int = 2) -> Route:
 def halving_by(by: int) -> Algorithm:
     """Returns `halving` that keeps 1/`by` of its blocks in a round.
 
-    With by=4 a round has three messages, and there are half as many rounds.
+    With by=4 a round has three messages, and there are half as many rounds as with by=2.
     """
     return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 

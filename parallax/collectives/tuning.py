@@ -291,7 +291,8 @@ def _predicted(
 def _worth_a_race(
     rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
 ) -> list[Callable[..., Any]]:
-    """Returns the functions that rank first at one of the sizes, then those that rank second."""
+    """Returns the functions that are predicted to be the fastest at a size, then the second
+    fastest."""
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
     # Slices, not items, since a single rival has no second.
@@ -305,8 +306,8 @@ def measure(
     """Returns the median seconds of each call.
 
     A call is a function of local blocks, and the bytes of its float32 array on each device. The
-    calls take turns, so that a machine that becomes slower does so for all calls. Each time is
-    the time of the slowest process.
+    calls take turns, so that a machine that becomes slower slows all calls. Each time is the time
+    of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
 

@@ -301,8 +301,8 @@ def _linear_transpose(cotangent, x, *, forward, backward, name):
 def _batched(arguments, dims, *, forward, backward, name):
     """Returns the result under `vmap`, with the batch in its first dim."""
     (x,), (dim,) = arguments, dims
-    # The result has its batch dim in front, so the cotangent arrives with it there; the cotangent
-    # of the operand must have it at `dim`, as the operand has.
+    # The result has its batch dim in front, and so has its cotangent. The operand's cotangent must
+    # have its batch dim at `dim`, as the operand has.
     forward, backward = jax.vmap(forward, in_axes=dim), jax.vmap(backward, out_axes=dim)
     return linear_p.bind(x, forward=forward, backward=backward, name=name), 0
 
@@ -357,7 +357,7 @@ def linear_collective(
 
 
 def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x` for a sum over `axis_name`, typed as varying or as unreduced along all of it.
+    """Returns `x` for a sum: typed as varying, or as unreduced, along all axes of `axis_name`.
 
     Raises:
         ValueError: `x` is reduced along one of the axes, or unreduced along some of them only.

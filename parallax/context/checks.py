@@ -81,7 +81,7 @@ def check_places(
 
 
 def _reached(program: Any, start: set[Any]) -> set[Any]:
-    """Returns the variables of `start`, and those that depend on them."""
+    """Returns the variables of `start`, and the variables of a program that depend on them."""
     reached = set(start)
     for eqn in program.eqns:
         if any(not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars):

@@ -54,7 +54,7 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
-        # On one device a mask by counts of its own is right too.
+        # On one device, a mask that counts the tokens itself is right too.
         if n > 1:
             check_places(attend, (q, k, v), options, tokens * n)
         return attend(q, k, v, **options)
@@ -63,7 +63,7 @@ def gathered(
 
 
 def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, Array]:
-    """Returns the arrays typed as varying along `axis` and along all axes of any of them."""
+    """Returns the arrays typed as varying along `axis` and along all axes of each array."""
     return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
 
 

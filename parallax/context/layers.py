@@ -23,7 +23,7 @@ def comms(
     """Returns `inner(axis, shared=shared)`, with the tokens of each sequence split over `context`.
 
     Give the model whole windows on each device of `context`. A device embeds its own tokens,
-    attends to the tokens of all, and returns the mean loss of its own tokens.
+    attends to the tokens of all devices, and returns the mean loss of its own tokens.
     `grads.averaged(grad, ("data", "context"))` takes the mean over all tokens.
 
     Args:

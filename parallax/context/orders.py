@@ -165,7 +165,7 @@ def local_tokens(
 def places(tokens: int, table: np.ndarray) -> np.ndarray:
     """Returns the places in the sequence of each device's tokens: [n, tokens of a device].
 
-    `table` is that of `chunk_table`; `tokens` counts those of a whole sequence.
+    `table` is the result of `chunk_table`, and `tokens` the number of tokens of a whole sequence.
     """
     size = _chunk(tokens, table)
     return (table[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(table), -1)

@@ -212,8 +212,8 @@ def _backward(ring: _Ring, residuals, ct):
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
-        # The gradients follow their keys by one hop, so the first and the last hop are not in the
-        # loop: the first has no gradients to send, and the last has no keys to send.
+        # The gradients follow their keys by one hop. The first hop has no gradients to send, and
+        # the last has no keys to send, so these two are not in the loop.
         following = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
         following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
@@ -235,7 +235,7 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
         return x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):
-        """Returns the results of `f`, [c, B, ...] each; the segments are those of all chunks."""
+        """Returns the results of `f`, [c, B, ...] each, for all chunks as one batch."""
         segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
         results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
         return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)

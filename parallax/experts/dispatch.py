@@ -80,7 +80,7 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class Gathered:
-    """Gathers all tokens on each device, which runs its own experts, and scatters the sums.
+    """Gathers all tokens on each device, runs the device's experts, and scatters the sums.
 
     It is exact and drops nothing.
     """
@@ -165,7 +165,7 @@ class exchanged:
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
-            """Returns one value per sent row: that of its choice, or `fill` for an empty row."""
+            """Returns one value per sent row: the value of its choice, or `fill` if it is empty."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
@@ -365,7 +365,7 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices, the first ones of all tokens before the second ones: [k T] each.
+    """All choices, the first choices of all tokens before the second choices: [k T] each.
 
     Attributes:
         token: the token of each choice.

@@ -148,7 +148,7 @@ def _table(
         counts = place < starts[expert + 1]  # false for filling rows
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        # Filling rows get numbers out of range, which a scatter drops, all of them different.
+        # Filling rows get numbers out of range, which a scatter drops. All these numbers differ.
         return Block(
             expert,
             read,
@@ -193,7 +193,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, sums):
-            """Returns the sums of the gradients of (trained, x, weights), with those of block j.
+            """Returns the sums of the gradients of (trained, x, weights), with block j added.
 
             The block's results are computed again.
             """

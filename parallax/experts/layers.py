@@ -22,7 +22,7 @@ def comms(
     """Returns `inner(axis, shared=shared)`, with each layer's experts split over `experts`.
 
     That axis splits the batch too. Give a model, such as a `llama` with experts, this device's
-    sequences; `grads.averaged(grad, ("data", "expert"))` takes the mean over all of them.
+    sequences; `grads.averaged(grad, ("data", "expert"))` takes the mean over all sequences.
 
     Args:
         axis: the axis that splits each layer, and the hidden width of each expert.

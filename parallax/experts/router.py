@@ -3,8 +3,8 @@
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
 Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
-how the batch is split into microbatches and devices: the mean of their means is the mean of the
-batch.
+how the batch is split into microbatches and devices: the mean of the parts' means is the mean of
+the batch.
 """
 
 from collections.abc import Callable

@@ -157,6 +157,7 @@ def checked_fragments(
     """
     fragments = stream.fragments(model)
     sizes: dict[str, int] = {}  # by path, the elements that the fragments have together
+    # By path: the leaves of the model, and their specs.
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
     for fragment in fragments:

@@ -9,8 +9,8 @@ outer weights W and island i's weights w_i,
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-So delta is to the outer optimizer what a gradient is to an inner one, with the same sign. Between
-rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism, and a
+So the outer optimizer takes delta as its gradient, with a gradient's sign. Between rounds nothing
+is sent between islands. Islands send 1/H of the bytes of data parallelism, and a
 quarter of that with `ErrorFeedback`. A *fragment* is the part of the model that a round exchanges.
 In the code, `inner` is the state of this island, and `state` is the state of all islands.
 
@@ -235,8 +235,9 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns `(inner, state)` after the outer optimizer's step with the change `sent`.
+        """Returns `(inner, state)` after the outer optimizer's step with the change `sent.mean`.
 
+        `sent.some` says whether any island was present, and `sent.present` whether this one was.
         Each present island takes the new outer weights. If no island was present, nothing changes.
         """
 
@@ -279,7 +280,7 @@ def _with(items: tuple, k: int, item: Any) -> tuple:
 
 
 def _trained(model: PyTree, outer: PyTree) -> PyTree:
-    """Returns the leaves of `model` that the outer optimizer trains: those that `outer` has too."""
+    """Returns the leaves of `model` that the outer optimizer trains, at the paths of `outer`."""
     leaves = dict(jax.tree.leaves_with_path(model))
     return jax.tree.map_with_path(lambda path, leaf: leaves[path], outer)
 

@@ -201,7 +201,7 @@ def _specs(
     def stacked(tree):
         return jax.tree.map(lambda spec: P(names, *spec), tree, is_leaf=trees.is_spec)
 
-    # Only the islands' own arrays are stacked: the outer ones are the same on all islands.
+    # Only the islands' own arrays are stacked: the outer arrays are the same on all islands.
     inner = step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale))
     has_feedback, waits = has
     optimizer, error, sent = [], [], []
