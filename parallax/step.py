@@ -92,9 +92,9 @@ def make(
     """Returns the train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`,
     and on one device without it.
 
-    A step is skipped if the loss or the gradient norm is infinite or NaN, or if the update would
-    make a finite number of the model or of the optimizer's state infinite or NaN. A skipped step
-    changes only the number of the step (and the loss scale), and its `Info` says so.
+    A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
+    update would make a finite number of the model or of the optimizer's state infinite or NaN. A
+    skipped step changes only the number of the step (and the loss scale), and its `Info` says so.
     `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
     (`run.spikes` gives one). A leaf without a gradient stays as it is.
 

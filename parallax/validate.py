@@ -381,8 +381,8 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             t,
             "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
         )
-    # Each of the c devices holds two chunks of the sequence, which balances causal attention, and
-    # with `sequence` splits its tokens over the tensor axis: c lcm(2, t) must divide them.
+    # Each of the c devices holds two chunks of the sequence, which balances causal attention. With
+    # `sequence` its tokens are also split over the tensor axis. So c lcm(2, t) must divide them.
     if t <= 2:
         factors = "2 x {context}"
     elif t % 2 == 0:

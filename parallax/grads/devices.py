@@ -477,9 +477,9 @@ class _Program:
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         is_data = [False] * len(params) + [True] * len(batch)
-        # Of the first result, the loss. By argument: `unsent` says whether it meets data on the way
-        # to the loss without a collective over the axis, and `reached` whether the loss depends on
-        # it at all.
+        # Of the first result, the loss, by argument. `reached` says whether the loss depends on it,
+        # and `unsent` whether it meets data on a way to the loss without a collective over the
+        # axis.
         uses = jaxprs.uses(self.closed, name, data=is_data)[0]
         # Not `strict`: the arguments after the parameters are the batch.
         for (path, leaf), is_used in zip(params, uses.unsent, strict=False):

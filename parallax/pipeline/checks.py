@@ -28,8 +28,9 @@ class Output(eqx.Module):
 
     Attributes:
         x: the input of the next stage.
-        loss: a term of the loss, a scalar: the mean over microbatches of the sum over all chunks of
-            layers is added to the head's loss, and differentiated with it.
+        loss: a term of the loss, a scalar. The terms are summed over all chunks of layers and
+            averaged over microbatches; the result is added to the head's loss, and differentiated
+            with it.
         aux: a tree of arrays, to log.
     """
 

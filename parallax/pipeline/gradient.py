@@ -97,8 +97,8 @@ def value_and_grad(  # noqa: PLR0913
             have them.
         scatter: applied to each microbatch's gradients before they are added up, such as
             `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
-            takes a tree like the parameters, with None for what a lane does not differentiate and
-            one chunk of the blocks, and runs in each tick of that lane.
+            runs in each tick of a lane that makes gradients. It takes a tree like the parameters,
+            with one chunk of the blocks, and None for leaves without a gradient in this lane.
         aux: applied to the stacked auxiliary values: the head's [M, ...] each, and those of stages,
             as `Aux.stages`, [M, vP, ...]. Where stages have some, the function returns
             `((loss, Aux(head, stages)), gradients)`, and where only the head has,

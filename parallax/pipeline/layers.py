@@ -271,7 +271,8 @@ def stored(
         """Returns the function of a state that applies `change` to each array of the blocks.
 
         An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter: 2 for blocks that are [v, L / v, ...] (to the disk), 1 for [L, ...] (from it).
+        parameter. This is 2 for blocks of [v, L / v, ...] (to the disk), and 1 for [L, ...] (from
+        it).
         """
 
         def converted(state):

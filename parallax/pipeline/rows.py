@@ -4,7 +4,7 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights. A place is a chunk's position in the model.
 A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a stage.
 A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
-`target`; its lane is that of the job that uses it, or "head" for the head's cotangent.
+`target`. Its lane is the lane of the job that uses it, or "head" for the head's cotangent.
 """
 
 import operator
@@ -23,8 +23,9 @@ class Row(NamedTuple):
 
     Attributes:
         jobs: by lane, microbatch * v + chunk, or -1. Three parts that all stages run together have
-            one microbatch per tick, `[ticks]`, or -1: "embed" that of F at the first place, "head"
-            that of F at the last place, and "embed_backward" that of B, or I, at the first place.
+            one microbatch per tick, `[ticks]`, or -1. For "embed" it is the microbatch of F at the
+            first place, for "head" that of F at the last place, and for "embed_backward" that of B,
+            or I, at the first place.
         saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
             read.
         deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.

@@ -166,8 +166,8 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
     used = {name for entry in entries for name in entry_axes(entry)}
     layers = [entry_axes(entry) for entry in entries[:lead]]
     if lead:
-        # The axes of `names` that split the matrices, and then those that split no dim, split the
-        # last dim of layers instead, inside the axes that split it already.
+        # The last dim of layers is split over the axes that split it already, then the axes of
+        # `names` that split the matrices, and then the axes of `names` that split no dim.
         # `optimizers.by_matrix` gives layers to devices in this order.
         layers[-1] = (*layers[-1], *moved, *(name for name in names if name not in used))
     return spec_of([as_entry(axes) for axes in (*layers, *remaining)])

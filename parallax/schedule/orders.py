@@ -67,8 +67,8 @@ def zero_bubble(
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
-    """Returns a schedule in which each stage runs a ready job in each tick: an I; else an F if the
-    stage holds fewer than its number of `max_chunks` chunks; else a W.
+    """Returns a schedule in which each stage runs a ready job in each tick: I first, then F, then
+    W. A stage that holds its number of `max_chunks` chunks runs no F.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
     microbatch the latest place.

@@ -9,8 +9,8 @@ each stage's chunks.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
-* In *lockstep*, ticks are paired: in one tick a stage runs at most one forward, then at most one
-  backward, then at most one weight job, so a full pipeline runs F and B in every tick. The next
+* In *lockstep*, ticks are paired. In one tick a stage runs at most one forward, then at most one
+  backward, then at most one weight job: a full pipeline runs F and B in every tick. The next
   stage uses the output of tick t in tick t + 1, or never: there are no receive queues. The
   placement is looped.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
@@ -233,8 +233,8 @@ class Schedule:
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """Returns the idle time of a stage: `makespan` minus the work of the stage, M(F + B) or
-        M(F + I + W), where F, B, I and W are the costs."""
+        """Returns the idle time of a stage: `makespan` minus the time of the stage's own jobs, which
+        is M(F + B) or M(F + I + W)."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)

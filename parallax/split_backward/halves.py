@@ -7,9 +7,9 @@ the sums over tokens that are the gradient of a bias. W repeats a cheap operatio
 computed in I; no matmul is computed twice. A scan becomes two scans: in each trip the first scan
 stacks the values that the second one reads.
 
-Words of this file: "first" or half 0 is I, "second" or half 1 is W; `handed` arrays go from I to W;
-`made` variables exist only in I, `late` ones only in W; a trip is one iteration of a scan; a place
-is the index of an equation in a jaxpr. `values` maps each variable to its value.
+Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
+`made` variables exist only in I, `late` variables only in W. A trip is one iteration of a scan. A
+place is the index of an equation in a jaxpr. `values` maps each variable to its value.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
 traced program, by dead-code elimination, is ours.
