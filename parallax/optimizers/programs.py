@@ -146,13 +146,13 @@ class _Elements(jaxprs.Following):
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
         """Returns the sources of the result, of type `aval`, of an equation without branches."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
-        # `RIGHT` is kept by elementwise operations, up to the results of the program.
+        # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
-        # A reshape or a broadcast of equal numbers gives equal numbers; of a leaf it may move
-        # elements, so it must keep the shape.
+        # A reshape or a broadcast of equal numbers, made of no leaf (`not any(value)`), gives equal
+        # numbers. In a leaf it may move elements, so it must keep the shape.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
         mixes = value.mixes or self._mixes(eqn, value)

@@ -233,8 +233,8 @@ class Schedule:
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """Returns the idle time of a stage: `makespan` minus the time of the stage's own jobs, which
-        is M(F + B) or M(F + I + W)."""
+        """Returns the idle time of a stage: `makespan` minus the time of the stage's jobs, which is
+        M(F + B) or M(F + I + W)."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
