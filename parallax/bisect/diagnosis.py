@@ -127,8 +127,8 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the share of places in which only one value is 0, as with another dropout
-    mask. Both values must have zeros."""
+    """Returns a text with the share of places in which exactly one of the two values is 0, as with
+    another dropout mask. Both values must have zeros."""
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
         return ""

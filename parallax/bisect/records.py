@@ -49,8 +49,9 @@ class Key(NamedTuple):
     way: str
 
     def __str__(self) -> str:
-        """Returns the path with the number of the layer, and "the cotangent of" before it if it is
-        one."""
+        """Returns the path with the number of the layer; for a cotangent, after the words "the
+        cotangent of".
+        """
         path = self.path.replace("*", str(self.layer), 1) if self.layer >= 0 else self.path
         return f"the cotangent of {path}" if self.way == BACKWARD else path
 
@@ -284,6 +285,7 @@ def _form(
     names = list(sizes)
     dims = []
     for dim in mark.dims:
+        # In a spec, BATCH stands for the axes that split the rows of the batch.
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
@@ -343,7 +345,7 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation a value is computed and reported again, and only the first report counts.
-    The cotangents of all reports are added up; without a job a cotangent is 0.
+    The cotangents of all reports are added up; those of ticks without a job are 0.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:

@@ -168,6 +168,7 @@ def layout_of(
     if devices is not None:
         sizes["devices"] = devices
     fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
+    # The functions that write a size, and a proposed change, as flags of the command.
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
     return Layout.parse(options.layout or "", sizes, wording)
 

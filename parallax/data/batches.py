@@ -69,6 +69,7 @@ def batch(
     # has two windows, it is at least `length` - 1, so a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
+    # For each row, the epoch, and the place of the window in the epoch's order.
     positions = (divmod(step * size + i, windows) for i in sequences)
     starts = [
         _starts(seed, epoch, [place for _, place in group], windows, spare, length)

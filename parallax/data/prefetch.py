@@ -90,6 +90,7 @@ class Prefetched(Generic[Batch]):
         *,
         ahead: SupportsIndex = 2,
     ):
+        """Checks the numbers, and starts the thread that makes the batches."""
         start, stop, ahead = argument_checks.whole_numbers(
             "Prefetched", start=start, stop=stop, ahead=ahead
         )
@@ -142,6 +143,7 @@ class Prefetched(Generic[Batch]):
         return self
 
     def __exit__(self, kind, error, traceback):
+        """Tells the thread to end, and waits for it unless the block raised an error."""
         self._left.set()
         if kind is None:  # after an error in the block, the thread may hang in `make`
             self._thread.join()

@@ -28,8 +28,8 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files. `len(shards)` and `shards[places]` are those of one array of all
-    tokens.
+    """Tokens in several files. `len(shards)` and `shards[places]` have the same results as for one
+    array of all tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. Each
     file is opened when it is indexed. Indexing raises `IndexError` for a place outside the text,

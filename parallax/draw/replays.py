@@ -18,7 +18,7 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shar
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
     """Returns a line of time for computing, and one for each set of axes. A character is a part of
-    the time: `#` if the row is busy all of it, `+` for over half of it, and `.` for less.
+    the time: `#` if the row is busy nearly all of it, `+` for over half, and `.` for less.
 
     With a `path`, the function also draws the lines there.
 

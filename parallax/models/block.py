@@ -28,7 +28,7 @@ class Linear(eqx.Module):
 
     @property
     def bias_or_none(self) -> Float[Array, "..."] | None:
-        """The bias, or None without one, as the functions of `tensor` take it."""
+        """The bias; None if there is none, as the functions of `tensor` need."""
         return None if isinstance(self.bias, tuple) else self.bias
 
 
@@ -67,8 +67,8 @@ def apply(
     """Returns the residual stream after a block, and the auxiliary value of its feed-forward or
     None.
 
-    Over the axis of `comms` a block costs two all-reduces of [B, T, D] forward and two backward; or
-    as many reduce-scatters and all-gathers, if tokens are split between the layers.
+    Over the axis of `comms` a block costs two all-reduces of [B, T, D] forward and two backward. If
+    tokens are split between the layers, each of them is a reduce-scatter and an all-gather instead.
 
     Args:
         weights: the weights of one block.

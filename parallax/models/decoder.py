@@ -200,8 +200,8 @@ def _planned_state(
 ) -> tuple[Planned, Specs]:
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    Under ZeRO-1 and ZeRO-2 these specs split more than the specs of the parameters do, as those of
-    the optimizer's state.
+    Under ZeRO-1 and ZeRO-2 they are the specs of the optimizer's state, which split more than the
+    specs of the parameters.
     """
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
     rule, state_rule = recipe.rules_of(family, layout)
@@ -348,7 +348,7 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
     device has them. A tree without such a model is returned unchanged.
 
-    Pass as `schedule` the one of `Compute`, if it has one: it says where the chunks are.
+    If `Compute` has a schedule, pass it as `schedule`: it says where the chunks are.
     """
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
@@ -358,8 +358,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     read it; None without a pipeline: the state is then stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
-    blocks are stored as [L, ...], in the order of the model. Pass as `schedule` the one of
-    `Compute`, if it has one: it says where the chunks are.
+    blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule, pass it
+    as `schedule`: it says where the chunks are.
     """
     if not layout.pipelined:
         return None

@@ -44,7 +44,7 @@ def whole(x: Any, path: str, comms: Comms) -> Any:
 
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
-    """Returns `x` with a tap, where each device of the tensor axis has a part along `dim`: its
+    """Returns `x` with a tap. Each device of the tensor axis has a part of `x` along `dim`: its
     heads, or its hidden units.
     """
     if not recording.is_on():

@@ -93,8 +93,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """Returns the share of the causal attention scores that documents leave unmasked: of the pairs
-    of a token with itself or an earlier one, those within one document.
+    """Returns the share of the causal attention scores that documents leave unmasked. A score
+    belongs to a token and to itself or an earlier token, which must be of the same document.
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """

@@ -98,9 +98,7 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback, too, runs as a jaxpr that is
-        traced without types.
-        """
+        """Returns the cotangents of the arguments, by a pullback traced without types too."""
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):

@@ -298,7 +298,7 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
     )
     if layout.zero == 0:
         return rule, rule
-    # A rule must not name an axis that the mesh lacks: without a context axis, "data" alone.
+    # A rule must not name an axis that the mesh lacks: without a context axis, only "data".
     axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
     # The first dims, those of chunks and layers, stay whole, so each device can run all its layers.
     keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}

@@ -215,8 +215,8 @@ def sampled(
 ) -> Int[Array, " tokens"]:
     """Returns the `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
 
-    The model may be split: under `jax.jit`, a model placed over a mesh draws the tokens that it
-    draws on one device. For many prompts of one length use `jax.vmap`; if the prompts are placed
+    The model may be split: under `jax.jit`, a model placed over a mesh draws the same tokens as on
+    one device. For many prompts of one length use `jax.vmap`; if the prompts are placed
     over an axis of the mesh, each device continues its own prompts.
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are

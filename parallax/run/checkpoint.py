@@ -1,5 +1,5 @@
-"""Checkpoints that can be trusted: Orbax writes the arrays, and a manifest with a hash of every
-file says what was written.
+"""Checkpoints that can be trusted: Orbax writes the arrays, and a manifest lists all files with
+their hashes.
 
 Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but it
 does not notice a changed bit. Here a checkpoint counts only with its manifest, which is written
@@ -118,6 +118,7 @@ class Checkpoints:
         tries: int = 8,
         say: Callable[[str], Any] = print,
     ):
+        """Checks the arguments, makes the folder, and begins no save; the lock is taken later."""
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
             raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
         if tries < 1:
@@ -149,6 +150,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
+        """Takes the lock on the folder, on the first process."""
         if jax.process_index() == 0 and self._lock is None:
             self._lock = lock.take(self.folder, say=self._say)
         return self

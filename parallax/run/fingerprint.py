@@ -63,6 +63,7 @@ class Differs(NamedTuple):
     outvoted: bool
 
     def __str__(self) -> str:
+        """Returns the text of an error: the device, the leaf, and how many devices differ."""
         where = (
             f"device {self.device} (process {self.process}) holds other bits of "
             f"{self.leaf} than {self.copies - self.alike}"

@@ -1,9 +1,9 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
 Each process writes an *entry* into the store twice a second: its last phase, and a count of its
-entries. A process that raises an error writes this too, and the others end. If a process waits too
-long, `Peers.culprit` reads the entries twice, and names the process that most likely holds up the
-others. If a process is gone, JAX's own heartbeats end the job.
+entries. A process that raises an error writes the error too, and the others end. If a process waits
+too long, `Peers.culprit` reads the entries twice, and names the process that most likely holds up
+the others. If a process is gone, JAX's own heartbeats end the job.
 """
 
 import contextlib
@@ -51,6 +51,7 @@ class Peers:
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
+        """Writes the first entry, checks that rank 0 is of the same job, and starts the thread."""
         self.job, self._client = job, client
         self._entry: dict[str, Any] = {
             "who": job.who,

@@ -187,7 +187,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
     After an error, the process prints the traceback, and does not wait for exit handlers, barriers
     or threads, each of which might wait for a process that is gone. The other processes read within
     two seconds that this one raised an error, and end. A process that fails because another one is
-    gone waits `peers.GRACE` seconds, and names that one. `SystemExit` ends the process with its
+    gone waits `peers.GRACE` seconds, and names it. `SystemExit` ends the process with its
     code and message. `lock.Held` (another run holds the folder) prints one line.
     """
     several = jax.distributed.is_initialized()

@@ -50,6 +50,7 @@ class Watchdog:
     """
 
     def __init__(self, job: Job, *, seconds: float, first: float | None = None):
+        """Starts the clock of the first step; the thread is started by `with`."""
         if seconds <= 0:
             raise ValueError(f"Watchdog needs seconds above 0; got {seconds}.")
         self.job = job
@@ -69,6 +70,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_):
+        """Ends the thread, and cancels the last resort of `_arm`."""
         self._left.set()  # ends the thread
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -105,7 +107,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Waits, in a thread, until a step takes too long; then prints the rank at fault and ends
-        the process. If the step ends while it looks for the rank, it goes on waiting.
+        the process. If the step ends during the search for the rank, the thread goes on waiting.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:

@@ -56,6 +56,7 @@ class Writer:
         tries: int,
         say: Callable[[str], Any],
     ):
+        """Makes Orbax's checkpointer; nothing is written yet."""
         self._folder, self._name, self._tries, self._say = folder, name, tries, say
         self._make_room, self._sealed = make_room, sealed
         self._meet, self._saves = orbax().multihost.get_barrier_sync_fn(), itertools.count()

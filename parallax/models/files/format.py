@@ -78,8 +78,8 @@ def load(
     dtype: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns the model at `path`, with its weights in `dtype`, on JAX's default device. It is
-    `gpt2.load` for any family, and has its errors.
+    """Returns the model at `path`, with its weights in `dtype`, on JAX's default device.
+    `gpt2.load` is this function for one family, and lists the errors.
 
     Args:
         format_: the family's tables.
@@ -119,8 +119,8 @@ def load(
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
-    """Writes `model` into the folder `path`, and returns a sentence about its tokenizer. It is
-    `gpt2.save` for any family, and has its errors.
+    """Writes `model` into the folder `path`, and returns a sentence about its tokenizer.
+    `gpt2.save` is this function for one family, and lists the errors.
     """
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():

@@ -176,6 +176,7 @@ class GPT2(eqx.Module):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
+        """Draws the weights of a whole model."""
         D, L, H = config.width, config.layers, config.heads
         normal = initial(key, dtype, 6)  # six arrays are drawn
         zeros = functools.partial(jnp.zeros, dtype=dtype)

@@ -21,9 +21,9 @@ def load(
 ) -> GPT2:
     """Returns the GPT-2 at `path`, with its weights in `dtype`, on JAX's default device.
 
-    Leaves are read one after another, so at most one leaf is in memory beside the model. If the
-    model is too large for one device, read it into the host's memory and send each device of a mesh
-    its part:
+    Leaves are read one after another, so at most one leaf is in memory in addition to the model. If
+    the model is too large for one device, read it into the host's memory and send each device of a
+    mesh its part:
 
         with jax.default_device(jax.devices("cpu")[0]):
             model = gpt2.load("gpt2")

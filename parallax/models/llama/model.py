@@ -129,6 +129,7 @@ class Llama(eqx.Module):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
+        """Draws the weights of a whole model."""
         D, L, K = config.width, config.layers, config.head_width
         normal = initial(key, dtype, 9)  # at most nine arrays are drawn
         zeros = functools.partial(jnp.zeros, dtype=dtype)
@@ -225,13 +226,12 @@ def rules(
 
     Raises:
         ValueError: neither of `size` and the number of heads of keys and values divides the other.
-            The rule that is returned raises it, when it is called.
+            The returned rule raises this error when it is called.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
-    # Those for the other dims: [D, H, K] or [D, F], and [H, K, D] or [F, D].
-    column, row = (None, axis_name), (axis_name,)
+    column, row = (None, axis_name), (axis_name,)  # for [D, F] and [F, D]; H, K stand where F does
     specs = {
         "table": rows,
         "head": rows,

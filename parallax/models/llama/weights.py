@@ -74,7 +74,7 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
-    # `files.save` refuses what is no Llama.
+    # `files.save` refuses an object that is no Llama.
     if isinstance(config, Config) and (len(kinds) > 1 or config.shared):
         raise ValueError(
             "llama.save: no model of transformers that is written here has two of biases of "
