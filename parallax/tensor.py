@@ -181,8 +181,8 @@ def row(
     `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
 
     Raises:
-        ValueError: `x` or the weight is the same along `axis`, the weight does not take the inputs
-            of this device, or a `Linear` has two biases.
+        ValueError: the weight is the same along `axis`, or does not take the inputs of this device;
+            or a `Linear` has two biases.
     """
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)

@@ -42,6 +42,7 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
+    # Otherwise the slices are sent as a vector, or as rows of 128 numbers.
     rows = _in_rows(_as_vector(x, dim), x.size, n * parts)
     blocks = _scatter_slices(rows, 0, routes, axis_name)
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -56,7 +57,8 @@ def all_gather_array(x, dim: int, routes, axis_name):
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
-    # `x` is one block already, so only its parts must divide.
+    # Otherwise `x` is sent as a vector, or as rows of 128 numbers. It is one block already, so only
+    # its parts must divide.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
@@ -109,7 +111,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
 
 def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
     """Returns whether n slices along `dim` are whole tiles of 8 x 128 (in the last two dims)."""
-    # The last dim must divide by 128, the one before it by 8, and earlier dims by 1.
+    # The last dim must divide by 128, the one before it by 8, and earlier dims by 1. A vector has
+    # no such tiles.
     unit = {1: 128, 2: 8}.get(len(shape) - dim, 1)
     return len(shape) > 1 and shape[dim] % (n * unit) == 0
 

@@ -97,6 +97,7 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
+    # A device's own queries and keys. Without a mask there is one chunk, and no pair but itself.
     local = [visible_pairs(i, i) if causal else [] for i in range(n)]
     hops = [[visible_pairs(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
     # Unneeded pairs fill up the lists, so that all devices compute the same number of pairs in a
