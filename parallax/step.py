@@ -155,6 +155,7 @@ def make(
             taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
         model, optimizer_state = precision.select(taken, new, old)
         count = state.step + 1
+        # Only an overflow lowers the scale of the loss, not a loss above the limit.
         scale = None if state.scale is None else precision.adjusted(state.scale, finite)
         return State(model, optimizer_state, count, scale), Info(loss, norm, ~taken, aux)
 

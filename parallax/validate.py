@@ -236,7 +236,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for the first size that is not a whole number above 0. Otherwise yields one if
     the machine's devices do not divide by its processes."""
-    least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}  # cures; else 1
+    # The cure is the least size that fits the layout, 1 for the other sizes.
+    least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
             cure = {name: least.get(name, 1)}

@@ -265,7 +265,8 @@ class CutLoop(NamedTuple):
 
         def trip(carry, slices):
             """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`. `inits` and
-            `sliced` are the indices of the carry and of the sliced operands in this half."""
+            `sliced` are the indices, among the trip's arguments `variables`, of the carry and of
+            the sliced operands in this half."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -330,9 +331,11 @@ def _cut(
     # The second half (1) is chosen first: the variables in `made` that it needs are handed over. So
     # it computes no variable in `made`, and the first half (0) none in `late`.
     second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
+    # Both halves must list the handed arrays in one order, which a set does not have.
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
     first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
+    # Last, the arguments that each half reads.
     arguments = set(jaxpr.invars)
     return Cut(
         program,
