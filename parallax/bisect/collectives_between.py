@@ -204,6 +204,7 @@ class _SliceReader:
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
         place = body.jaxpr.invars.index(atom)
+        # A slice, which is empty if the equation has fewer operands than its jaxpr.
         outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
         if body.eqn.primitive.name == "scan":
             consts, carries = scan_parts(body.eqn)
@@ -229,7 +230,7 @@ def _is_cached(jaxpr: Jaxpr | None) -> bool:
 
 def _frames(eqn: JaxprEqn) -> list[Any]:
     """Returns the stack frames that made an equation, the innermost first, without those of
-    libraries.
+    libraries, of `bisect` and of taps.
     """
     traceback = eqn.source_info.traceback
     return [

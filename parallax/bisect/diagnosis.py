@@ -38,7 +38,7 @@ def diagnose(
     """
     if right.shape != wrong.shape:
         return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"
-    # NumPy makes numbers, and no arrays, of sums and products of arrays without a dim.
+    # Sums and products of NumPy's arrays without a dim are numbers, and not arrays.
     right, wrong = (np.atleast_1d(x.astype(np.float64)) for x in (right, wrong))
     if np.isnan(wrong).any() and not np.isnan(right).any():
         return f"not a number, or not computed, at {np.isnan(wrong).mean():.0%} of the places"
@@ -113,7 +113,8 @@ def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
 
 def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
     """Returns a text with the order, if the wrong value has the blocks of the right one in another
-    order. As many blocks are tried as an axis has devices, or the batch microbatches."""
+    order. The numbers of blocks to try are the sizes of the axes, and the number of
+    microbatches."""
     sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
     for dim, count in itertools.product(range(right.ndim), sizes):
         if right.shape[dim] % count:

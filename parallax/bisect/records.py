@@ -226,7 +226,8 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
     """
     layered = {key.path for key in keys if key.layer >= 0}
     # Taps in layers are traced once, for all layers. Neighbours in the trace are one group, so that
-    # all values of a layer come before those of the next.
+    # all values of a layer come before those of the next. `begins` is the place of the group's
+    # first tap.
     group, begins, was_layered = {}, -1, False
     for path in sorted(paths, key=paths.__getitem__):
         if path not in layered or not was_layered:

@@ -83,7 +83,8 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Returns the plan of one layout, of the best layouts, or of a step in a file.
+    """Returns the plan of one layout, the result of a search for the best layouts, or the plan of a
+    step in a file.
 
     Raises:
         ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a

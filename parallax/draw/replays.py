@@ -39,6 +39,7 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
 
 def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes a trace for Perfetto, with a thread for computing and one for each set of axes."""
+    # An event of the kind (`ph`) M names a thread; X is a span of time, in microseconds.
     events: list[dict] = []
     for k, (row, spans) in enumerate(_rows(timeline.events).items()):
         thread = {"pid": 0, "tid": k}

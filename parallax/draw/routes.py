@@ -106,7 +106,7 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
     for panel in panels:
         panel.set(xlim=(-1.25, 1.25), ylim=(-1.25, 1.25), xticks=[], yticks=[], aspect="equal")
         canvas.bare(panel)
-    for panel, (table, rounds) in zip(panels, circles, strict=False):
+    for panel, (table, rounds) in zip(panels, circles, strict=False):  # the last may stay empty
         _circle(panel, table, rounds)
     canvas.save(figure, path)
 

@@ -103,6 +103,7 @@ def timeline(
                     middle, number = (job.start + job.stop) / 2, str(job.microbatch)
                     canvas.label(axes, middle, job.stage, number, color=canvas.ink(shade))
     axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
+    # Without a weight lane, the third letter and cost are left out.
     named = zip(_letters(schedule).values(), costs, strict=True)
     units = ", ".join(f"{letter} {cost:g}" for letter, cost in list(named)[: len(schedule.lanes)])
     axes.set_xlabel(f"time; one microbatch through a whole stage takes {units}")

@@ -93,13 +93,13 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """Returns the share of the causal attention scores that documents leave unmasked. A score
-    belongs to a token and to itself or an earlier token, which must be of the same document.
+    """Returns the share of the causal attention scores that documents leave unmasked. A score, of a
+    token with itself or an earlier token, is unmasked if both are of one document.
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """
     sizes_by_row = [np.unique(row, return_counts=True)[1] for row in np.asarray(numbers)]
     tokens = np.shape(numbers)[1]
-    # n tokens have n (n + 1) / 2 such pairs; the 2 cancels.
+    # n tokens have n (n + 1) / 2 causal scores; the 2 cancels.
     shares = [np.sum(sizes * (sizes + 1)) / (tokens * (tokens + 1)) for sizes in sizes_by_row]
     return float(np.mean(shares))

@@ -373,7 +373,8 @@ def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., A
         policy = getattr(remat, layout.remat)
     else:  # under ZeRO-3 a block would otherwise keep all weights that it gathers
         policy = remat.gathers if layout.zero == 3 else remat.none
-    # On TPUs without the barrier of `jax.checkpoint`: the compiler would copy all kept values.
+    # On TPUs the barrier of `jax.checkpoint` is left out: with it, the compiler would copy all kept
+    # values.
     return remat.in_a_loop(policy) if platform == "tpu" else policy
 
 

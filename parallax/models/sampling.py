@@ -96,7 +96,9 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
         return _run(parts, model, tokens, None, 0, pad)
 
     def go_on(tokens, cache, first):
-        """Returns the logits after one more token of each sequence, [B, V], and the cache."""
+        """Returns the logits [B, V] after one more token of each sequence, `tokens` [B] at the
+        place `first`; and the cache.
+        """
 
         def write(old, new):
             """Returns the old keys or values [B, S, G, K] with the new ones, [B, 1, G, K], at place

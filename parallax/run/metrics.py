@@ -51,6 +51,7 @@ class Skipped:
             info: the information that the step returned.
             scale: the loss scale of the state that the step returned, or None.
         """
+        # The scale that this step used; the scale that it returned is for the next step.
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False

@@ -160,6 +160,7 @@ def _start_limit(seconds: float) -> Iterator[None]:
     """Prints a message and ends the process if the `with` block has not ended `seconds` after the
     start of the process. The block has at least half of them.
     """
+    # A thread ends the process, because a call that waits inside JAX cannot be interrupted.
     timer = threading.Timer(
         max(seconds - _age(), seconds / 2),
         end,
@@ -192,6 +193,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
     """
     several = jax.distributed.is_initialized()
     hear = StopRequest(several).hear if several else interrupted
+    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it.
     numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
     try:
         with signals.listening(hear, *numbers):
@@ -267,7 +269,7 @@ def all_or_none(
     except (ValueError, OSError, ImportError) as failure:
         error = failure
     ranks = np.flatnonzero(multihost_utils.process_allgather(np.asarray(error is not None)))
-    if not ranks.size:
+    if not ranks.size:  # no rank has an error
         return cast(Result, result)
     refused()
     if job.rank == ranks[0]:

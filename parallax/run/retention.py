@@ -113,6 +113,7 @@ def make_room(
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():
         aside = Path(f"{path}{OLD}")
+        # Only an older checkpoint of this step and run is removed there.
         if aside.is_dir() and records.is_of(aside, step, settings):
             remove(aside)
         names = itertools.chain(

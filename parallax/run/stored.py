@@ -248,7 +248,7 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Copies this process's blocks of the arrays to the host's memory. Returns a function that
     makes the arrays again from the copies, also after they were donated.
 
-    Those arrays stay in the host's memory, if the devices can read it.
+    The arrays that it makes stay in the host's memory, if the devices can read that memory.
     """
     split = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)

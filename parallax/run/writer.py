@@ -78,6 +78,7 @@ class Writer:
             retention.Later: `make_room` raises it.
             OSError: the storage failed, and will not recover by itself.
         """
+        # A second try needs copies, since the arrays may be donated by then.
         copies = stored.held(arrays) if self._tries > 1 else lambda: arrays
         name, error = f"{self._name}, save {next(self._saves)}", None
         self._stages = Stages(name, self._meet)
@@ -88,7 +89,7 @@ class Writer:
         except Exception as failure:
             if not self._stages.failed(failure):
                 raise self._failed(record.step, failure) from failure
-            error = failure
+            error = failure  # `_finish` tries again, in the background
         if names := lost():
             self._drop(record.step)
             raise ValueError(

@@ -76,5 +76,5 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
     except BaseException:
         for source, target in reversed(moved):
             os.replace(target, source)
-        shutil.rmtree(new.parent, ignore_errors=True)
+        shutil.rmtree(new.parent, ignore_errors=True)  # `STAGE`, with `new` and `old`
         raise

@@ -49,6 +49,7 @@ class Number:
             if name in fields and not (fields[name] is None and name in self.nullable):
                 stated[name] = fields[name]
         kinds = (int, float) if self.kind is float else (self.kind,)
+        # `type`, not `isinstance`: in Python a bool is an int.
         if not stated or any(type(value) not in kinds for value in stated.values()):
             needed = "true or false" if self.kind is bool else "a number"
             got = short(stated) if stated else "no such field"

@@ -29,7 +29,11 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """Returns the residual stream after one block, as `block.apply` computes it."""
+    """Returns the residual stream after one block, as `block.apply` computes it.
+
+    `keys`, one for each sequence, and `layer` choose the masks of dropout; with None as `keys`
+    there is no dropout. With dropout of the attention weights, `attend` is not used.
+    """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
         # Site 3 of `_at` is the attention weights. The bias is [3, H, K], for this device's heads.
