@@ -73,7 +73,7 @@ def _add_positions(model, x, keys, *, first, comms):
     """
     T = x.shape[1] * comms.token_shards  # the tokens on all devices
     whole = model.wpe
-    static = isinstance(first, int)  # not while text is drawn: there `first` is traced
+    static = isinstance(first, int)  # False for a further token of `sampling`: `first` is traced
     rows = whole[first : first + T] if static else lax.dynamic_slice_in_dim(whole, first, T)
     x = x + comms.local_tokens(rows, dim=0)[None]
     # Site 0 is in no layer; for the keys of dropout it counts as layer L.
