@@ -265,12 +265,14 @@ class Following:
                 operands[first + carries :],
             )
         if name == "while":
-            # A `while` has first the constants of its condition, which are skipped, then those of
-            # its body, then the carries.
-            skipped, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            body_operands = operands[skipped:]
-            body = opened(eqn.params["body_jaxpr"])
-            return self.loop(body, body_operands[:constants], body_operands[constants:], [])
+            # First the constants of its condition, then those of its body, then the carries.
+            constants, body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            of_condition, rest = _cut(operands, constants)
+            of_body, first = _cut(rest, body_constants)
+            carries = self.loop(opened(eqn.params["body_jaxpr"]), of_body, first, [])
+            # The condition decides the number of trips, so each carry depends on it too.
+            trips = self.run(opened(eqn.params["cond_jaxpr"]), [*of_condition, *carries])
+            return [self.met([*trips, carry]) for carry in carries]
         if called(eqn) is not None:
             return self.run(closed(eqn.params)[0], operands)
         # A collective of several arrays computes each result from one of them.

@@ -181,8 +181,8 @@ def row(
     `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
 
     Raises:
-        ValueError: the weight is the same along `axis`, or does not take the inputs of this device;
-            or a `Linear` has two biases.
+        ValueError: `x` or the weight is the same along `axis`, or the weight does not take the
+            inputs of this device; or a `Linear` has two biases.
     """
     if isinstance(weight, eqx.nn.Linear):
         return RowLinear(_without(bias, weight, "row"), axis)(x)
@@ -406,8 +406,17 @@ def check_row(
             f"Split its inputs over {axis.names!r} and not its outputs; an eqx.nn.Linear, which is "
             "stored [outputs, inputs], is passed whole."
         )
-    names = set(axes(axis.names))
-    if axis.size() > 1 and names <= set(varying_axes(x)) and not names & set(varying_axes(weight)):
+    if axis.size() == 1:
+        return
+    names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
+    if names <= of_weight and not names & of_x:
+        raise ValueError(
+            f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
+            f"{x.shape}, is the same on its {axis.size()} devices, which would multiply the same "
+            "inputs by different weights. Use the result of the column-parallel layer before it, "
+            "or a slice for each device."
+        )
+    if names <= of_x and not names & of_weight:
         raise ValueError(
             f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
             f"{weight.shape}, is the same on its {axis.size()} devices, so the sum would count it "

@@ -312,6 +312,13 @@ def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
             rules.specs(W, rules.first(every_leaf, idle))
 
 
+def without_spec(pattern):
+    """A `match` whose spec is None, as a program without type checks may make it."""
+    rule = rules.match(pattern, P())
+    object.__setattr__(rule, "spec", None)
+    return rule
+
+
 REFUSALS = {
     "uncovered": (
         rules.match("a.**", P()),
@@ -343,6 +350,11 @@ REFUSALS = {
         rules.first(rules.match("**", P()), rules.first(rules.match("a.w", P("tensor")))),
         f"rule match('a.w', {P('tensor')}) places no leaf: all that it matches (1 of 2) are taken "
         "by earlier rules (a.w by match('**', P())); put it before them, or remove it.",
+    ),
+    "no spec in a match": (
+        rules.first(without_spec("a.w"), rules.match("**", P())),
+        "rule match('a.w', None) gives None for a.w, which it matches; give it a PartitionSpec, or "
+        "remove it.",
     ),
     "idle function": (
         rules.first(rules.match("**.w", P()), lambda path, leaf: None, rules.match("b", P())),

@@ -245,6 +245,12 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         "8), is the same on its 4 devices, so the sum would count it once for each device. Split "
         "it by P('tensor').",
     ),
+    "an x that is the same under a row": (
+        lambda x, w: tensor.row(x[:, :2], w, None, "tensor"),
+        P("tensor"),
+        "tensor.row needs an x whose inputs are split over 'tensor'; this one, of shape (3, 2), is "
+        "the same on its 4 devices, which would multiply the same inputs by different weights. Use",
+    ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
         P(),

@@ -270,6 +270,10 @@ def _idle(
     if not hits:
         what = f"rule {name} {_no_match(rule.pattern, arrays)}"
         return Refusal("idle-rule", name, what, "correct the pattern, or remove the rule")
+    left = [path for i, (path, _) in enumerate(arrays) if i in hits and i not in taken]
+    if left:
+        what = f"rule {name} gives None for {left[0]}, which it matches"
+        return Refusal("idle-rule", name, what, "give it a PartitionSpec, or remove it")
     by = taken[hits[0]]
     what = (
         f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken "
