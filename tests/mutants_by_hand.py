@@ -328,14 +328,20 @@ LAYERS = (
     ),
     Mutant(
         "check_row",
-        "axis.size() > 1 and names <=",
-        "False and names <=",
+        "if names <= of_x and",
+        "if False and",
         "test_tensor_layers.py::test_the_wrong_order_is_refused",
     ),
     Mutant(
         "check_row",
-        "axis.size() > 1 and",
-        "",
+        "if names <= of_weight and",
+        "if False and",
+        "test_tensor_layers.py::test_the_wrong_order_is_refused",
+    ),
+    Mutant(
+        "check_row",
+        "axis.size() == 1",
+        "False",
         "test_tensor_layers.py::test_a_row_of_one_device_may_be_whole",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 import pytest
 from test_targets import KINDS, machine, text
 
-from parallax.compiled import costly, timeline
+from parallax.compiled import costly, hlo, links, timeline
 from parallax.layout import Layout
 
 
@@ -24,3 +24,10 @@ def test_they_add_up_to_the_compute_of_the_replay(kind):
     told = costly.table(found, rows=3).splitlines()
     assert len(told) == 4
     assert found[0].line in told[1]
+
+
+def test_a_broadcast_goes_from_the_first_device_of_each_group():
+    groups = "replica_groups={{0,1,2},{3,4,5}}"
+    broadcast = hlo.Instruction("b", "f32[8]{0}", "collective-broadcast", ["x"], groups)
+    expected = {(0, 1): 32.0, (0, 2): 32.0, (3, 4): 32.0, (3, 5): 32.0}
+    assert links.flows(broadcast, 6) == (expected, 1)

@@ -223,6 +223,17 @@ def test_what_is_refused_before_the_work_is_told_in_a_line():
 
 
 @pytest.mark.programs
+def test_the_last_message_is_written_where_nobody_reads_the_output():
+    program = "import os; from parallax.run import job; print('lost'); os.close(1); "
+    program += "job.end('the reason\\n', 3)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "the reason\n")
+
+
+@pytest.mark.programs
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("how", "code", "said"),

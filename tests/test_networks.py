@@ -49,6 +49,17 @@ def test_the_last_machine_may_have_fewer_devices(n):
     assert networks.seconds(ring.table(n), nbytes, network, Group(n)) == pytest.approx(alone)
 
 
+def test_shared_links_count_if_all_their_messages_go_further():
+    """1,000 bytes of each device go over the spine; pairs of devices leave their leaf by links that
+    are shared by eight. No message ends at that level."""
+    one = Link(0.0, 1.0)
+    network = Nested((Level(2, one), Level(4, one, shared=8.0), Level(8, one)))
+    across = (np.arange(8) + 4) % 8
+    assert network.round([(across, 1000)]) == pytest.approx(8000)
+    near = (np.arange(8) + 2) % 4 + np.arange(8) // 4 * 4
+    assert network.round([(across, 1000), (near, 1)]) == pytest.approx(8008)
+
+
 def test_links_that_messages_share():
     """Far messages meet on a bare ring; both ways at once halve the time; a spine that is shared by
     two doubles it."""

@@ -141,8 +141,10 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
     groups = [range(devices)] if groups is None else groups
     sizes = [op.bytes for op in instruction.ops]
     total = float(sum(sizes))
-    if kind in ("collective-permute", "collective-broadcast"):
+    if kind == "collective-permute":
         return {(int(a), int(b)): total for a, b in groups if a != b}, 1
+    if kind == "collective-broadcast":  # from the first device of each group
+        return {(int(first), int(b)): total for first, *others in groups for b in others}, 1
     sent: dict[tuple[int, int], float] = {}
     n = max(len(group) for group in groups)
     for group in groups:

@@ -107,14 +107,15 @@ class Nested(NamedTuple):
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
-            # A level counts only if some message stays in its groups and leaves those below.
+            # The level's own links count only if some message stays in its groups.
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-                # The bytes that leave each group of the level below, over its shared links. A
-                # single device has only its own. The last group may have fewer devices.
+            # The bytes that leave each group of the level below, over its shared links. A single
+            # device has only its own. The last group may have fewer devices.
+            if inside > 1:
                 starts = np.arange(0, self.devices, inside)
-                out = np.add.reduceat(ports + leaving, starts).max() if inside > 1 else 0.0
+                out = np.add.reduceat(ports + leaving, starts).max()
                 busy = max(busy, level.link.beta * level.shared * out / inside)
             inside = level.devices
         return alpha + busy

@@ -43,9 +43,11 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
     The message is one write, so that the lines of several processes do not mix.
     """
+    # Each by itself: if nobody reads stdout any more, the message is still written to stderr.
+    for write in (sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(Exception):
+            write()
     with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
         os.write(2, message.encode(errors="replace"))
     os._exit(code)
 
