@@ -140,7 +140,7 @@ REFUSES = (
 # Of those that were found where they are, in a model of one's own: the function, and what stands
 # there instead.
 PLACED = (
-    ("Programs.task", "[0 * chunk, self.index]"),
+    ("Programs.task", "chunk + self.index"),
     ("_scatter_in_a_loop", "trip)"),
     ("accumulated", "total"),
     ("averaged", "total"),

@@ -696,6 +696,12 @@ PIPELINE = (
         "test_pipeline.py::test_garbage_never_leaks",
     ),
     Mutant(
+        "Programs.task",
+        "jnp.asarray(self.schedule.placed)[chunk, self.index]",
+        "chunk + self.index",
+        "test_pipeline.py::test_garbage_never_leaks",
+    ),
+    Mutant(
         "masked",
         "jnp.where(counts, x, jnp.zeros((), x.dtype))",
         "x * counts.astype(x.dtype)",
