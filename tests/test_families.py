@@ -292,7 +292,7 @@ def test_a_state_begins_with_a_model_that_is_there(layout):
                 lambda leaf: leaf.astype(jnp.float32) if mesh.is_array(leaf) else leaf, model
             )
         )
-    with pytest.raises(ValueError, match=r"the model has 1 arrays; needed 10"):
+    with pytest.raises(ValueError, match=r"the model has 1 arrays; it must have 10"):
         made.init(eqx.filter(model, lambda leaf: leaf is model.norm))
 
 

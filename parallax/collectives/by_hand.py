@@ -1,7 +1,5 @@
-"""A ring of n devices, each of which sends to its right neighbour: the first lesson.
-
-The tests compare `tables.ring` with it. `x` has one block for each device, `[n, *block]`.
-"""
+"""A ring of n devices, each of which sends to its right neighbour: the first lesson. `x` has one
+block for each device, `[n, *block]`. The tests compare `tables.ring` with it."""
 
 import jax.numpy as jnp
 from jax import lax
