@@ -112,6 +112,22 @@ def test_a_rank_that_raises_tells_the_others(rank):
         assert members.said(rank).count("KeyError: 'x'") == 1
 
 
+ENDS = """
+thread = job.peers._thread
+join = thread.join
+thread.join = lambda seconds: (join(seconds), print("alive", thread.is_alive(), flush=True))
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.programs
+def test_a_program_that_just_ends_has_joined_its_thread():
+    """Python ends a thread that is in JAX by an abort of the process."""
+    with Members(ENDS, ENDS, ENDS) as members:
+        assert [members.said(rank) for rank in range(3)] == ["met\nalive False\n"] * 3
+        assert [process.returncode for process in members.started.values()] == [0, 0, 0]
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize("how", ["killed", "exits with 0"])
 def test_a_rank_that_is_gone_is_named_and_the_others_end(how):

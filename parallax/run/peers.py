@@ -6,6 +6,7 @@ too long, `Peers.culprit` reads the entries twice, and names the process that mo
 the others. If a process is gone, JAX's own heartbeats end the job.
 """
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -76,6 +77,7 @@ class Peers:
             )
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # of a program that ends without `processes.run`
 
     def does(self, doing: str, *, waits: bool) -> None:
         """Sets the phase of this process, as in `doing="in step 3"`. `waits` says that the phase
