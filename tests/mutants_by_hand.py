@@ -748,8 +748,8 @@ PIPELINE = (
     ),
     Mutant(
         "Schedule.in_flight",
-        "np.cumsum(last, axis=0) - last",
-        "np.cumsum(last, axis=0)",
+        "np.cumsum(reads_last, axis=0) - reads_last",
+        "np.cumsum(reads_last, axis=0)",
         "test_schedule.py::test_in_flight_is_the_formula",
     ),
     Mutant("start_times", "hop * (homes[cause.place] != stage)", "hop", "test_schedule.py"),

@@ -568,7 +568,7 @@ MESSAGES = {
     "numbers": (
         lambda: Schedule(np.zeros((1, 1)), np.zeros((1, 1), int)),
         "The forward table must be whole numbers, ticks x stages, got float64 of shape (1, 1). "
-        "Write one row a tick and -1 where a stage rests.",
+        "Write one row per tick and -1 where a stage rests.",
     ),
     "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
     "microbatches": (
@@ -582,7 +582,7 @@ MESSAGES = {
     "true in a table": (
         lambda: Schedule(np.ones((1, 1), bool), np.zeros((1, 1), int)),
         "The forward table must be whole numbers, ticks x stages, got bool of shape (1, 1). "
-        "Write one row a tick and -1 where a stage rests.",
+        "Write one row per tick and -1 where a stage rests.",
     ),
     "huge": (
         lambda: one_f_one_b_lockstep(512, 10**6),
@@ -620,7 +620,7 @@ A schedule needs stages as a whole number, got stages=4.0. Write it as an int.
 A schedule needs microbatches as a whole number, got microbatches=None. Write it as an int.
 A schedule needs chunks as a whole number, got chunks=True. Write it as an int.
 The forward table must be whole numbers, ticks x stages, got object of shape (1, 1). \
-Write one row a tick and -1 where a stage rests.
+Write one row per tick and -1 where a stage rests.
 """
 
 

@@ -34,13 +34,14 @@ OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3
 def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
     or `1F4 1B2`."""
-    letters = "FB" if schedule.weight is None else "FIW"
+    letters = "FB" if schedule.weight is None else "FIW"  # of `schedule.lanes`, in their order
 
     def cell(tick, stage):
         """Returns the jobs of one stage in one tick, such as `1F4 1B2`."""
         jobs = []
         for letter, table in zip(letters, schedule.lanes.values(), strict=True):
-            # A table has microbatch * chunks + chunk, or -1 for no job: `divmod` gives -1 too.
+            # A table has microbatch * chunks + chunk, or -1 for no job, of which `divmod` makes the
+            # microbatch -1.
             microbatch, chunk = divmod(int(table[tick, stage]), schedule.chunks)
             if microbatch >= 0:
                 jobs.append(f"{schedule.placed[chunk, stage]}{letter}{microbatch}")
@@ -56,8 +57,8 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
     """Reads the schedule that `to_csv`, a person or torch wrote to `path`.
 
-    Its cells give the chunks and their places. Files of `torch.distributed.pipelining` are read as
-    the orders of their ranks' jobs: each job gets the first tick in which it can run.
+    The places of the chunks are read from the cells. Files of `torch.distributed.pipelining` are
+    read as the orders of their ranks' jobs: each job gets the first tick in which it can run.
 
     Raises:
         ValueError: the file is not a table, or its table cannot run; the message names the line.
@@ -70,7 +71,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
-    # Tick 0 is on line 2, below the header.
+    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header.
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except CannotRun as error:
@@ -85,14 +86,15 @@ def _columns(stages: int) -> list[str]:
 
 
 def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
-    """Returns the schedule of a file in the form of `to_csv`, one row per tick."""
+    """Returns the schedule of a file in the form of `to_csv`, one row per tick; raises `ValueError`
+    if it is not of this form."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
         raise ValueError(
             f"line 1: needs the columns {','.join(columns[:2])} and so on; got {_short(header)}."
         )
     jobs: list[tuple[int, Job]] = []
-    of_stages: list[list[Job]] = [[] for _ in columns[1:]]
+    of_stages: list[list[Job]] = [[] for _ in columns[1:]]  # the jobs of each stage
     for tick, row in enumerate(rows):
         line = f"line {tick + 2}"
         if len(row) != len(columns) or row[0].strip() != str(tick):
@@ -104,7 +106,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
             of_cell = _jobs(cell.split(), f"{line}, stage {stage}")
             of_stages[stage] += of_cell
             jobs += [(tick, job) for job in of_cell]
-    letters = {letter for row in rows for cell in row[1:] for letter in cell}  # digits too
+    # The characters of all cells; the digits among them do no harm.
+    letters = {letter for row in rows for cell in row[1:] for letter in cell}
     if "B" in letters and letters & {"I", "W"}:
         raise ValueError(
             "The file has B, which is I and W together, beside I or W. Write I and W everywhere, "
@@ -113,8 +116,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     # The jobs name their places, so a file needs no line for the placement.
     placement = _placement(of_stages)
     forward, backward, weight = tables_of(jobs, placement, ticks=len(rows))
-    # A job B stands in the lanes "backward" and "weight" (`LANES_OF`). In a file of B the table of
-    # "weight" says nothing new, and is left out.
+    # A job B stands in the lanes "backward" and "weight" (`LANES_OF`). In a file of B both tables
+    # are equal, and the table of "weight" is left out.
     is_split = bool(letters & {"I", "W"})
     return Schedule(forward, backward, weight if is_split else None, placement=placement)
 
@@ -131,7 +134,7 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     A whole backward job, B, is read as I and then W. If two jobs overlap, the job that is listed
     first runs first.
     """
-    orders = []
+    orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):
         cells = enumerate(row)
         jobs = [_jobs(OVERLAPPED.split(cell), f"row {rank + 1}, cell {k + 1}") for k, cell in cells]
@@ -140,16 +143,17 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """Returns a rank's jobs, with the microbatches of its forwards numbered from 0.
+    """Returns a rank's jobs; if its forwards are numbered from 1, they are numbered from 0 instead.
 
     `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and their backwards
     from 0.
     """
+    # The microbatches of each lane at each place.
     numbers: dict[tuple[str, int], list[int]] = {}
     for job in order:
         numbers.setdefault((job.lane, job.place), []).append(job.microbatch)
-    # The lanes and places to renumber. The comparison with the backwards leaves a file alone from
-    # which forward 0 is missing.
+    # The lanes and places to renumber: their forwards are the backwards' numbers plus 1. A file
+    # from which only forward 0 is missing is not of this kind, and is refused later.
     from_1 = set()
     for (lane, place), forward in numbers.items():
         backward = sorted(numbers.get(("backward", place), ()))
@@ -169,6 +173,7 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
     for word in filter(None, map(str.strip, words)):
         match = JOB.fullmatch(word)  # place, letter, microbatch
         if match:
+            # Two jobs for B.
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
             raise ValueError(
@@ -179,7 +184,8 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement: the places that occur among each stage's jobs, in ascending order."""
+    """Returns the placement: each stage's chunks have the places that occur among its jobs, in
+    ascending order. Raises `ValueError` if this is no placement."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:

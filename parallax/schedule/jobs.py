@@ -1,8 +1,8 @@
-"""Jobs: the jobs that a job needs, and the time at which each starts if stages run them in a given
-order.
+"""The jobs of a schedule: which jobs each of them needs, and the time at which each starts if
+stages run them in a given order.
 
-A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward", "backward" or
-"weight". A chunk's place is its position in the model.
+A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward" (F), "backward"
+(B) or "weight" (W). A chunk's place is its position in the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ class Job(NamedTuple):
 def needs(job: Job, last: int) -> Iterator[Job]:
     """Yields the jobs whose results a job needs; `last` is the last place of the model.
 
-    F needs F of the place before. B needs B of the place after, or F at the last place. W needs B
-    of its own place.
+    F needs F of the place before; at place 0 it needs no job. B needs B of the place after; at the
+    last place it needs F of that place. W needs B of its own place.
     """
     lane, m, place = job
     if lane == "forward" and place > 0:
@@ -45,28 +45,28 @@ def start_times(
     costs: Mapping[str, Cost],
     hop: Cost = 0,
 ) -> dict[Job, float]:
-    """Returns the time at which each job starts if each stage runs its jobs in order, as soon as it
-    can.
+    """Returns the time at which each job starts if each stage runs its jobs in the given order,
+    each as early as possible.
 
     Args:
         orders: the jobs of each stage.
         homes: the stage of each place of the model.
         costs: the time of a job, by lane.
-        hop: the time of a message to another stage.
+        hop: the time of a message to another stage, in the unit of `costs`.
 
     Raises:
         ValueError: a job waits for a job that never runs or that comes after it, or occurs twice.
     """
     last = max(homes)
     starts: dict[Job, float] = {}
-    stops: dict[Job, float] = {}
+    stops: dict[Job, float] = {}  # the time at which each job ends
     # By stage: the time from which it is free, and the number of its jobs that have begun.
     free, begun = [0.0] * len(orders), [0] * len(orders)
     # Each round starts the jobs whose inputs exist. A round that starts none is the end, or a
     # deadlock if jobs are left.
-    before = -1
-    while before < len(starts):
-        before = len(starts)
+    started_before = -1  # below 0, so that there is a first round
+    while started_before < len(starts):
+        started_before = len(starts)
         for stage, order in enumerate(orders):
             while begun[stage] < len(order):
                 job = order[begun[stage]]
@@ -77,10 +77,12 @@ def start_times(
                     raise ValueError(f"stage {stage} has {job} twice. Keep one.")
                 # A result that stays on its stage needs no message.
                 arrivals = [stops[cause] + hop * (homes[cause.place] != stage) for cause in needed]
+                # The 0.0 is for a job without arrivals: `max` needs more than one number.
                 starts[job] = max(free[stage], *arrivals, 0.0)
                 stops[job] = starts[job] + costs[job.lane]
                 free[stage] = stops[job]
                 begun[stage] += 1
+    # A deadlock: the first job left on a stage waits for a job that never ends.
     for stage, order in enumerate(orders):
         for job in order[begun[stage] :]:
             missing = next(cause for cause in needs(job, last) if cause not in stops)

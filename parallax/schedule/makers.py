@@ -20,13 +20,14 @@ from parallax.schedule.places import looped_placement
 from parallax.schedule.table import Schedule
 
 MOST = 2**26  # cells of a lane's table: 268 MB, which take some seconds to make and to check
-# The ticks, [..., P], and the jobs, microbatch * v + chunk, of a lane; the last dim is the stage.
+# The ticks, [..., P], and the jobs, microbatch * v + chunk, of a lane; the ticks' last dim is the
+# stage, and the jobs broadcast to the ticks' shape.
 Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns all forwards, then all backwards from the last microbatch to the first: the bubble is
-    (P-1)(F+B).
+    """Returns the schedule of all forwards, then all backwards from the last microbatch to the
+    first: the bubble is (P-1)(F+B).
 
     Every stage holds M microbatches. `jax.grad` of a scan over forward ticks runs in this order
     (arXiv 1811.06965).
@@ -36,7 +37,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     """
     P, M, _ = _checked(stages=stages, microbatches=microbatches)
     m, s = np.ogrid[:M, :P]
-    # The last microbatch's backward starts in the tick after its forward on the last stage.
+    # F of m runs on stage s in tick m + s, so the last F runs in tick M + P - 2, on the last stage.
+    # In the next tick the last microbatch's backward begins there; the others follow one by one.
     return _schedule(P, 1, (m + s, m), (M + P - 1 + (M - 1 - m) + P - 1 - s, m))
 
 
@@ -45,10 +47,10 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more chunks, microbatches go around the ring in groups of P. The bubble is v times smaller, and
-    there are v times as many exchanges (arXiv 2104.04473). If M is a multiple of P, there are M v +
-    (v+1)P - 2 ticks. Otherwise the last group is not full, which adds (P - M mod P)(v-1)(F+B)/v to
-    the bubble.
+    more chunks, microbatches go around the ring in groups of P. The bubble is then v times smaller
+    than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is a
+    multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
+    adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
         ValueError: as for `gpipe`.
@@ -75,7 +77,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v (by default 1); refuses sizes of too large a table with a `ValueError`."""
+    """Returns P, M and v (by default 1) of `sizes` in this order; raises `ValueError` if the table
+    would be too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
@@ -91,9 +94,10 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
 
 
 def checked_sizes(**sizes: int) -> tuple[int, ...]:
-    """Returns the sizes of a schedule as ints; refuses one that is not a whole number of at least 1
-    with a `ValueError`."""
+    """Returns the sizes of a schedule as ints; raises `ValueError` if one is not a whole number of
+    at least 1."""
     for name, size in sizes.items():
+        # In Python a bool is an int too.
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise ValueError(
                 f"A schedule needs {name} as a whole number, got {name}={size!r}. Write it as an "
@@ -105,24 +109,27 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the forwards: each group of P microbatches passes chunk 0 of all stages, then chunk 1
-    right after it, and so on."""
+    """Returns the ticks and the jobs of the forwards: each group of P microbatches passes chunk 0
+    of all stages, then chunk 1 right after it, and so on."""
     m, c, s = np.ogrid[:M, :v, :P]
-    # The tick: a group takes v P ticks, a chunk P of them, and each stage is one tick later.
+    # A group takes v P ticks, a chunk P of them, and each stage is one tick later than the stage
+    # before it.
     return m // P * v * P + c * P + m % P + s, m * v + c
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the backwards: the order of `_forwards`, from the last place of the model to the
-    first. It begins in tick v P - 1, in which the first microbatch's last forward ends."""
+    """Returns the ticks and the jobs of the backwards, which pass the places of the model from the
+    last to the first. They begin in tick v P - 1, the tick of the first microbatch's last F."""
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
-    """Returns the schedule of forward, backward and perhaps weight jobs in these ticks."""
-    ticks = 1 + max(int(tick.max()) for tick, _ in lanes)
-    tables = np.full((len(lanes), ticks, P), -1, np.int32)
+    """Returns the schedule of forward, backward and perhaps weight jobs in these ticks. Each of
+    `lanes` is (ticks, jobs)."""
+    count = 1 + max(int(tick.max()) for tick, _ in lanes)
+    tables = np.full((len(lanes), count, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):
+        # `tick` is [..., P]: its last dim is the column, that is the stage.
         table[tick, np.arange(P)] = job
     return Schedule(*tables, placement=looped_placement(P, v))

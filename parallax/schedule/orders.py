@@ -36,7 +36,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     for s in range(P):
         # Each of the P - 1 - s stages after this one holds a microbatch before the cotangent of the
         # first microbatch comes back.
-        ahead = min(P - 1 - s, M)
+        ahead = min(P - 1 - s, M)  # the forwards before the first backward
+        # By microbatch, its jobs on this stage, whose one chunk is at place s.
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
         # A forward and a backward in turn; after the last forward only backwards are left.
@@ -51,10 +52,10 @@ def zero_bubble(
     """Returns a schedule in which each stage runs I as soon as it can. Otherwise it runs F while it
     holds fewer than `in_flight` microbatches, by default P, and else W.
 
-    With v chunks, a stage may hold `in_flight` * v of them.
+    With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
 
-    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241): with P in flight their
-    ZB-H1.
+    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, it
+    is their schedule ZB-H1.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -67,14 +68,14 @@ def zero_bubble(
 def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
-    """Returns a schedule in which each stage runs a ready job in each tick: I first, then F, then
-    W. A stage that holds its number of `max_chunks` chunks runs no F.
+    """Returns a schedule in which each stage runs in each tick one of its ready jobs, if it has
+    any: I first, then F, then W. Stage s runs no F while it holds `max_chunks[s]` chunks.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
-    microbatch the latest place.
+    microbatch the latest place. A chunk is held from its F until its W.
 
     Raises:
-        ValueError: no stage can go on, since all hold `max_chunks` chunks.
+        ValueError: no stage has a job that it may run, since only F are ready, on full stages.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -83,27 +84,30 @@ def greedy(
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
     ]
-    # The chunks whose residuals each stage holds, from F to W, and the jobs left to run.
-    holds, left = [0] * P, 3 * microbatches * places.size
+    # The chunks whose residuals each stage holds, from F to W; and the number of jobs left to run:
+    # F, I and W of each microbatch at each place.
+    held, left = [0] * P, 3 * microbatches * places.size
     # The jobs that have become ready since the last tick; at first, all F of place 0.
-    begin = [Job("forward", m, 0) for m in range(microbatches)]
+    newly_ready = [Job("forward", m, 0) for m in range(microbatches)]
     while left:
-        for job in begin:
+        for job in newly_ready:
             # The sign puts a later place first: a microbatch there is nearer to its backward pass.
             heapq.heappush(ready[homes[job.place]][job.lane], (job.microbatch, -job.place))
         # A job that becomes ready in this tick starts in the next tick at the earliest.
-        begin, before = [], left
+        newly_ready, left_before = [], left
         for s in range(P):
-            full = holds[s] >= max_chunks[s]
-            may = [lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and full)]
-            if may:  # the most urgent lane comes first
-                microbatch, place = heapq.heappop(ready[s][may[0]])
-                job = Job(may[0], microbatch, -place)
+            full = held[s] >= max_chunks[s]
+            lanes = [
+                lane for lane in URGENCY if ready[s][lane] and not (lane == "forward" and full)
+            ]
+            if lanes:  # the most urgent lane comes first
+                microbatch, negative_place = heapq.heappop(ready[s][lanes[0]])
+                job = Job(lanes[0], microbatch, -negative_place)
                 orders[s].append(job)
-                holds[s] += (job.lane == "forward") - (job.lane == "weight")
-                begin += followers(job, last)
+                held[s] += (job.lane == "forward") - (job.lane == "weight")
+                newly_ready += followers(job, last)
                 left -= 1
-        if left == before:
+        if left == left_before:
             # Every ready job is an F that no stage may start.
             raise ValueError(
                 f"No stage can go on with at most {max_chunks} chunks held. Let the stages hold "
@@ -116,7 +120,7 @@ def from_orders(
     orders: Sequence[Sequence[Job]], places: Shaped[np.ndarray, "chunks stages"]
 ) -> Schedule:
     """Returns the schedule in which each stage runs its jobs in the given order, each in the first
-    tick in which it can run.
+    tick in which its inputs exist and the stage is free.
 
     Raises:
         ValueError: a job is not on the stage of its place, or waits for a job that never runs or
@@ -131,7 +135,7 @@ def from_orders(
                     f"stage {stage} has a job at place {job.place}, which is on stage "
                     f"{homes.get(job.place)}."
                 )
-    # With jobs of cost 1 and free messages, a time is a tick.
+    # Each job costs 1 and messages cost 0, so the start times are ticks.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))
     jobs = [(int(tick), job) for job, tick in starts.items()]
     return Schedule(*tables_of(jobs, places), placement=places)
@@ -142,9 +146,10 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of these (tick, job), one per lane: microbatch * v + chunk, or -1.
+    """Returns the tables of jobs given as (tick, job), one table per lane: microbatch * v + chunk,
+    or -1 for no job.
 
-    Without `ticks`, the tick of the last job is the last one.
+    The tables have `ticks` rows; by default the last row is the tick of the last job.
 
     Raises:
         CannotRun: a stage has two jobs of a lane in one tick.
@@ -152,13 +157,13 @@ def tables_of(
     jobs = list(jobs)
     count = 1 + max((tick for tick, _ in jobs), default=-1) if ticks is None else ticks
     tables = np.full((len(LANES), count, places.shape[1]), -1)
-    cells = {int(place): cell for cell, place in np.ndenumerate(places)}
+    cells = {int(place): cell for cell, place in np.ndenumerate(places)}  # place: (chunk, stage)
     for tick, job in jobs:
         chunk, stage = cells[job.place]
         cell = LANES.index(job.lane), tick, stage
         if tables[cell] >= 0:
             raise CannotRun(tick, stage, f"has two {job.lane} jobs. Write them in two ticks.")
-        tables[cell] = job.microbatch * len(places) + chunk
+        tables[cell] = job.microbatch * len(places) + chunk  # `len(places)` is v
     return tables
 
 
@@ -169,7 +174,7 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 def followers(job: Job, last: int) -> Iterator[Job]:
     """Yields the jobs that need a job's result: the inverse of `jobs.needs`. `last` is the last
-    place of the model."""
+    place of the model, whose F is followed by its own I."""
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

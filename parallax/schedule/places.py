@@ -17,10 +17,10 @@ Placement = Shaped[np.ndarray, "chunks stages"]
 
 
 def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chunks stages"]:
-    """Returns the placement as a read-only array; refused with a `ValueError` if it does not have
+    """Returns the placement as a read-only array; raises `ValueError` if the array does not have
     each place once.
 
-    `name`, of the function that takes it, begins the message.
+    The error begins with `name`, the caller's name.
     """
     placed = np.array(placement)
     places = np.arange(placed.size)
@@ -37,8 +37,8 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement of chunk c of stage s at place c P + s: after the last stage the model
-    continues on the first."""
+    """Returns the placement that has chunk c of stage s at place c P + s: after the last stage the
+    model continues on the first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
@@ -60,9 +60,10 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
     assignment needs fewer."""
     # Two heaps: `busy` has (stop, slot) of the slots in use, and `free` the others.
     slots, busy, free = [0] * len(intervals), [], []
-    count = 0
+    count = 0  # the slots that exist so far
     # In order of their start, each interval gets the lowest free slot: this needs the fewest slots.
     for i in sorted(range(len(intervals)), key=intervals.__getitem__):
+        # `<=`, since an interval does not contain its `stop`: from that tick on the slot is free.
         while busy and busy[0][0] <= intervals[i].start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
@@ -76,10 +77,11 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """Returns the slot of each job, by lane. The job of the first lane writes the slot; after the
-    job of the last lane the slot is free.
+    """Returns the slot of each job, by lane. The microbatch's job of the first lane writes the
+    slot. Its job of the last lane is the last reader: from the next tick on the slot is free.
 
-    In a tick without a job, the first lane has the lowest free slot, and another lane has -1.
+    `lanes` has two or more tables of jobs, with -1 for no job. In a tick without a job, the first
+    lane has the lowest free slot, and each other lane has -1.
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
@@ -87,11 +89,12 @@ def coloured(
         columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
         # The tick from which each job's slot is free again.
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
-        # A tick without a first job also gets a slot: in lockstep an idle stage writes there.
+        # A tick without a job of the first lane also gets a slot, for that one tick (`tick + 1` is
+        # its end): in lockstep an idle stage writes there.
         written = fewest(
             [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
         )
-        # By job; no job, -1, has no slot in the other lanes.
+        # The slot of each job. No job, -1, has slot -1 in the other lanes.
         slot_of = dict(zip(columns[first], written, strict=True)) | {-1: -1}
         for lane, jobs in columns.items():
             slots[lane][:, s] = written if lane == first else [slot_of[job] for job in jobs]

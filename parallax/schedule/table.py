@@ -43,7 +43,8 @@ from parallax.schedule.places import (
 
 
 class Phase(NamedTuple):
-    """Successive ticks in which the same lanes run, each on some stage: the longest such stretch.
+    """A longest stretch of successive ticks in which the same lanes run, each on at least one
+    stage.
 
     Attributes:
         start: its first tick.
@@ -132,6 +133,7 @@ class Schedule:
 
     def __post_init__(self):
         """Replaces the tables by read-only copies, and checks them and the placement."""
+        # The weight table is optional.
         for lane in LANES[: 2 if self.weight is None else 3]:
             table = np.array(getattr(self, lane))
             _check_table(lane, table, np.shape(self.forward))
@@ -186,12 +188,13 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether each stage has a job of its own in each tick. If not, all run in lockstep.
+        """Whether the table runs per stage; if not, it runs in lockstep.
 
-        It is true if W is separate and no stage has two jobs in one tick.
+        It runs per stage if W is separate and no stage has two jobs in one tick.
         """
-        jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)
-        # A table without W runs in lockstep, even if no stage has two jobs in a tick.
+        jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)  # of each cell
+        # Per stage I and W are always separate jobs. So a table without W runs in lockstep, even if
+        # no stage has two jobs in a tick.
         return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
@@ -222,7 +225,8 @@ class Schedule:
     def makespan(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
-        """Returns the total time of the ticks. Each tick ends with an exchange that takes `hop`.
+        """Returns the total time of the ticks. Each tick ends with an exchange of messages that
+        takes `hop`.
 
         In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
         a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
@@ -243,27 +247,30 @@ class Schedule:
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """Returns, for each lane, the number of ticks that take its time in `makespan`.
+        """Returns, for each lane, the number of ticks whose time in `makespan` includes one job of
+        the lane.
 
-        In lockstep, these are the ticks in which any stage runs the lane; per stage, those whose
-        most expensive job is of the lane.
+        In lockstep, these are the ticks in which any stage runs the lane. Per stage (`per_stage`),
+        these are the ticks whose most expensive job, over all stages, is of the lane.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # The costs by `kinds`: an idle stage, 0, is cheaper than any job, also than one of cost 0.
+        # The costs by `kinds`: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is cheaper than any
+        # job, even one of cost 0.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
-        dearest = self.kinds[tick, costs[self.kinds].argmax(axis=1)]
-        # Without the count of 0, the ticks in which all stages are idle.
-        return tuple(np.bincount(dearest, minlength=4)[1:].tolist())
+        most_expensive_kinds = self.kinds[tick, costs[self.kinds].argmax(axis=1)]  # by tick
+        # `[1:]` drops the number of ticks in which all stages are idle.
+        return tuple(np.bincount(most_expensive_kinds, minlength=4)[1:].tolist())
 
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the time of every job if one program runs on all devices, which exchange messages
-        after each tick.
+        """Returns the begin and end of every job if one program runs on all devices, which exchange
+        messages after each tick. The spans are sorted by their start, and then by stage.
 
-        With `hop=0` the last job ends at `makespan`.
+        With `hop=0` the last job ends at `makespan`. The method also takes a table that runs per
+        stage.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
@@ -284,17 +291,17 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the time of every job if no stage waits for the end of a tick. This is the case
-        if each stage is a separate program that exchanges messages.
+        """Returns the begin and end of every job if no stage waits for the end of a tick. This is
+        the case if each stage is a separate program that exchanges messages.
 
         Each stage keeps the order of its tables. It starts a job once it is free and the input has
         arrived, `hop` after the other stage sent it. With `hop=0` no job is later than in
         `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
-        stages, chunks = self._homes  # of each place
+        stages, chunks = self._homes  # the stage and the chunk of each place
         orders: list[list[Job]] = [[] for _ in range(self.stages)]
-        # By tick, and within a tick F before B, and B before W.
+        # Each stage's jobs by tick, and within a tick F before B, and B before W.
         for tick, (lane, table) in itertools.product(range(self.ticks), self.lanes.items()):
             for s, job in enumerate(table[tick].tolist()):
                 if job >= 0:
@@ -316,10 +323,11 @@ class Schedule:
         residuals of one chunk count as 1/v: this is the number of slots of each stage, over v.
         """
         # The last lane is the last reader of the residuals.
-        last = list(self.lanes.values())[-1] >= 0
+        reads_last = list(self.lanes.values())[-1] >= 0
+        # Up to each tick, the slots that were written, and the slots that were freed before it: a
+        # slot is in use until the end of the tick of its last reader.
         saved = np.cumsum(self.forward >= 0, axis=0)
-        # A slot that is freed in a tick is in use until its end.
-        freed = np.cumsum(last, axis=0) - last
+        freed = np.cumsum(reads_last, axis=0) - reads_last
         return (saved - freed).max(axis=0) / self.chunks
 
     @cached_property
@@ -370,7 +378,7 @@ class Schedule:
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
-        # In lockstep an idle stage writes too, into a free slot.
+        # In lockstep an idle stage writes too, into a free slot, which counts.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
     @cached_property
@@ -379,14 +387,15 @@ class Schedule:
 
         The head makes its cotangent on the stage, and in the tick, of the last place's F.
         """
-        stages, _ = self._homes  # the stage of each place; `_when` has the tick of each job
+        stages, _ = self._homes  # the stage of each place
+        # The tick of each job, [M, places]; the index -1 is the last place.
         forward, backward = self._when["forward"], self._when["backward"]
         # A lane, the ticks in which its messages are sent and used, [M], and their two stages.
         hops = [("head", forward[:, -1], backward[:, -1], self.last, self.last)]
-        for source, target in itertools.pairwise(range(len(stages))):
-            before, after = int(stages[source]), int(stages[target])
-            hops.append(("forward", forward[:, source], forward[:, target], before, after))
-            hops.append(("backward", backward[:, target], backward[:, source], after, before))
+        for place, after in itertools.pairwise(range(len(stages))):
+            stage, stage_after = int(stages[place]), int(stages[after])
+            hops.append(("forward", forward[:, place], forward[:, after], stage, stage_after))
+            hops.append(("backward", backward[:, after], backward[:, place], stage_after, stage))
         return tuple(
             Message(lane, int(sent), int(used), source, target)
             for lane, departures, uses, source, target in hops
@@ -397,7 +406,7 @@ class Schedule:
     def arrivals(self) -> Mapping[Message, int]:
         """The slot in which each message waits on its target stage.
 
-        In lockstep only the head's cotangents wait.
+        In lockstep only the head's cotangents wait: other messages are used in the next tick.
         """
         slots: dict[Message, int] = {}
         # A slot is in use from the tick of the message until that of its use. In lockstep the head
@@ -407,6 +416,7 @@ class Schedule:
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
             to_stage = [message for message in waiting if message.target == s]
+            # An interval does not contain its second number.
             intervals = [Interval(message.sent, message.used + until) for message in to_stage]
             slots |= zip(to_stage, fewest(intervals), strict=True)
         return slots
@@ -431,15 +441,18 @@ class Schedule:
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
         """Returns the time of one chunk of one microbatch for each lane that the schedule has."""
+        # A chunk is 1/v of a stage's layers.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Returns the longest stretches of ticks in which the same lanes run; `runs` says by lane and
-    tick, [ticks], whether any stage runs it."""
-    table = np.stack(list(runs.values()), axis=1)
+    """Returns the longest stretches of ticks in which the same lanes run. `runs` has for each lane
+    an array [ticks] that says whether any stage runs the lane."""
+    table = np.stack(list(runs.values()), axis=1)  # [ticks, lanes]
+    # A phase starts in tick 0 and in each tick that differs from the tick before.
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
+    # The names of the lanes that run.
     lanes = [tuple(itertools.compress(runs, table[start])) for start in starts]
     return tuple(map(Phase, starts, [*starts[1:], len(table)], lanes))
 
@@ -470,15 +483,15 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
-            f"{table.shape}. Write one row a tick and -1 where a stage rests."
+            f"{table.shape}. Write one row per tick and -1 where a stage rests."
         )
     if table.shape != shape:
         raise ValueError(
             f"The tables must have one shape, got forward {shape} and {lane} {table.shape} "
             "(ticks x stages). Pad the shorter one with rows of -1."
         )
-    # A stage runs the jobs 0 to M v - 1, each in its own tick, so no number reaches that of the
-    # ticks.
+    # A stage runs the jobs 0 to M v - 1, each in its own tick, so there are at least M v ticks, and
+    # each job's number is below the number of ticks.
     if table.min() < -1 or table.max() >= len(table):
         tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
         problem = (
@@ -496,7 +509,8 @@ def _check(schedule: Schedule) -> None:
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
             "microbatch."
         )
-    # `when` has by lane the tick of each job, [M, places]; `last` is the last place of the model.
+    # `when` has for each lane the tick of each job, [M, places]. It refuses a job that runs twice
+    # or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
@@ -505,25 +519,28 @@ def _check(schedule: Schedule) -> None:
             "backward jobs into I and W, each in a tick of its own."
         )
     places = np.arange(last + 1)
-    # A lane, the places of its jobs, and the lane and the places of the jobs that these need: F
-    # needs F of the place before, B needs B of the place after (the last B its own F), W its own B.
+    # A lane, the places of its jobs, and the lane and the places of the jobs that these need. F
+    # needs F of the place before; B needs B of the place after; at the last place B needs F of that
+    # place; W needs B of its own place.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
         ("backward", places[-2::-1], "backward", places[:0:-1]),
         ("backward", places[-1:], "forward", places[-1:]),
         ("weight", places, "backward", places),
     ]
-    # The last entry is only for a schedule with a weight lane.
+    # The last of the four entries is only for a schedule with three lanes: two lanes have three.
     for lane, targets, cause, sources in needed[: len(schedule.lanes) + 1]:
         # The ticks from a job to the one that needs it, [M, places].
         waits = when[lane][:, targets] - when[cause][:, sources]
-        # In lockstep no message waits in a slot, so the next stage must use it in the next tick.
-        # A job of another lane at the same place may use the result in the same tick.
-        of_message = waits < 1 if per_stage else waits != 1
-        wrong = of_message if lane == cause else waits < 0
-        for m, k in np.argwhere(wrong).tolist()[:1]:
+        # A result of the same lane comes from another place, as a message, which arrives after the
+        # tick. In lockstep no such message waits in a slot, so it must be used in the next tick. A
+        # job of another lane at the same place may use the result in the same tick.
+        wrong_message = waits < 1 if per_stage else waits != 1
+        wrong = wrong_message if lane == cause else waits < 0
+        for m, k in np.argwhere(wrong).tolist()[:1]:  # the first fault, if there is one
             why = _lateness(schedule, lane, cause, int(when[cause][m, sources[k]]))
             raise _cannot_run(schedule, lane, m, int(targets[k]), why)
+    # Per stage, a message may wait through a tick without jobs; in lockstep such a tick has no use.
     idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
     if idle.size and not per_stage:
         problem = "no job runs here, nor on any other stage. Leave this tick out."
@@ -531,8 +548,8 @@ def _check(schedule: Schedule) -> None:
 
 
 def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the sentence for a job of `lane` that runs too early, or in lockstep too late. The
-    job that it needs is of the lane `cause` and runs in this tick."""
+    """Returns the end of an error for a job of `lane` that runs too early, or in lockstep too late.
+    The job that it needs is of the lane `cause` and runs in the tick `tick`."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
@@ -546,7 +563,8 @@ def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error `why` for a job at a place of the model, with the job's tick and stage."""
+    """Returns the error for a job at a place of the model: its tick, its stage, its name and
+    `why`."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
@@ -562,8 +580,8 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
-    # If `when` has fewer ticks than there are jobs, a job runs twice. `first[job]` is the index of
-    # the first run of each run's job.
+    # If `when` has fewer ticks than the table has runs, a job runs twice. `first[job]` is, for each
+    # run, the index of the first run of the same job.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]
@@ -581,6 +599,6 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
 
 
 def _job(schedule: Schedule, lane: str, microbatch: int, chunk: int) -> str:
-    """Returns a job's description for an error."""
+    """Returns a job's name for an error; the chunk is named only if a stage has several."""
     of_chunk = f", chunk {chunk}," if schedule.chunks > 1 else ""
     return f"{lane} of microbatch {microbatch}{of_chunk}"
