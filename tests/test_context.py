@@ -460,7 +460,7 @@ ERRORS = {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
-    "the 3 tokens of a device must divide by its 2 chunks: 6 tokens over 2 devices. Use "
+    "the tokens of a device (3, from 6 over 2 devices) must be a multiple of its 2 chunks. Use "
     "sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {

@@ -2,7 +2,8 @@
 
 Some trace a function and read its *program*, a jaxpr: they look for sends, or for masks that count
 tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself. `jaxprs.opened`
-drops the constants of a jaxpr; `jaxprs.called` is the inner jaxpr of a `jit` or `checkpoint`.
+drops the constants of a jaxpr; `jaxprs.called` is the inner jaxpr of a `jit` or `checkpoint`;
+`jaxprs.closed` are all inner jaxprs. An operand of an equation is a variable or a literal number.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -26,15 +27,17 @@ _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_s
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `layers`, which raises an error when it is traced and sends nothing along `axis`.
+    """Returns `layers` with a check when it is traced: `ValueError` if it sends nothing along
+    `axis`.
 
     Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
-    and silently train another model. The function is traced once more to find that out.
+    and silently train another model. The check traces `layers` once more.
     """
     names = set(axes(Axis.of(axis).names))
 
     def wrapped(*arguments):
         """Returns the result of `layers`, after the check of its traced program."""
+        # Only arrays can be arguments of a jaxpr; models hold functions too.
         arrays, static = eqx.partition(arguments, is_array)
         program = jax.make_jaxpr(lambda arrays: layers(*eqx.combine(arrays, static)))(arrays)
         if not any(_moves_along(eqn, names) for eqn in _equations(jaxprs.opened(program))):
@@ -53,9 +56,9 @@ def check_places(
 ) -> None:
     """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
-    refused if no result depends on `positions` and two counts are compared. Attention without a
-    mask compares none, so it passes.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
+    if no result depends on `positions` and two counts are compared. Attention without a mask
+    compares no counts, so it passes.
 
     Args:
         attend: the attention function.
@@ -65,6 +68,7 @@ def check_places(
     """
     positions = known["positions"]
 
+    # The inputs (`invars`) of this program are only the positions; the arrays are constants of it.
     def of_positions(positions):
         return attend(*arrays, **known | {"positions": positions})
 
@@ -83,6 +87,7 @@ def check_places(
 def _reached(program: Any, start: set[Any]) -> set[Any]:
     """Returns the variables of `start`, and the variables of a program that depend on them."""
     reached = set(start)
+    # Each equation comes after the equations that make its operands, so one pass is enough.
     for eqn in program.eqns:
         if any(not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars):
             reached |= set(eqn.outvars)
@@ -92,7 +97,8 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
 
-    `counts` maps each argument of the program to the ids of the counts on which it depends.
+    `counts` maps each argument of the program to the ids of the counts on which it depends. The id
+    of a count is the `id` of the equation that makes it.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -103,13 +109,15 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
         joined = frozenset().union(*operands)
         inner = jaxprs.called(eqn)
         name = eqn.primitive.name
+        # Operands of a comparison that depend on two counts: on the queries' and on the keys'.
         if len(joined) > 1 and name in ("lt", "le", "gt", "ge"):
             return True
         if inner is not None:
             arguments = dict(zip(inner.invars, operands, strict=True))
             if _compares_counts(inner, arguments):
                 return True
-        # A new count gets the id of its equation; a count along another dim is a new one too.
+        # A mask often lays one count along the dim of queries and the same count along the dim of
+        # keys. So a count along another dim counts as a new one, with the id of this equation.
         if name == "iota" or (joined and name in ("broadcast_in_dim", "reshape")):
             joined = frozenset({id(eqn)})
         counts |= dict.fromkeys(eqn.outvars, joined)
@@ -126,14 +134,14 @@ def check_kernel(
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    A window and ALiBi are examples. `attention` calls a kernel on one chunk of the tokens without
-    the chunk's place, so such scores would be wrong. The kernel is traced on one head, and its
-    tables [T, T] that do not depend on q, k and v are computed. A table that is not constant on
+    The scores of a window and of ALiBi do. `attention` calls a kernel on one chunk of the tokens
+    without the chunk's place, so such scores would be wrong. The kernel is traced on one head, and
+    its tables [T, T] that do not depend on q, k and v are computed. A table that is not constant on
     each side of its diagonal depends on distances. Tables made in a loop or inside a Pallas kernel
     are not found.
 
     Args:
-        forward: the kernel's function.
+        forward: the kernel's function, as in `Kernel`.
         q: the queries of a device, [B, T, H, K].
         chunks: the chunks of a device.
         devices: the devices along the context axis.
@@ -154,6 +162,7 @@ def check_kernel(
     except (TypeError, ValueError):
         # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
         return
+    # One token has no distance to another, and a dim of size 1 need not be a dim of tokens.
     for table in _counted_tables(program, tokens) if tokens > 1 else ():
         if not _is_causal(table):
             raise ValueError(
@@ -165,7 +174,8 @@ def check_kernel(
 
 
 def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables that a program combines with its arguments, but makes without them.
+    """Returns the tables, such as masks, that a program combines with its arguments, but makes
+    without them.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
     """
@@ -186,19 +196,22 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
             and atom not in reached
             and atom.aval.shape.count(tokens) == 2
         ]
-        # The inner jaxpr of a `jit` or `checkpoint` may make tables too.
+        # The inner jaxpr of a `jit` may make tables too. A jaxpr without the values of its
+        # constants, as in a `checkpoint`, cannot be computed.
         if jaxprs.called(eqn) is not None:
             (body,) = jaxprs.closed(eqn.params)
             inner_tables += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inner_tables
-    # The equations that do not depend on the arguments are enough to compute the tables.
+    # The equations that do not depend on the arguments are enough to compute the tables. Effects
+    # are those of the whole program, which these equations do not have.
     counted = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
         jaxpr.replace(outvars=tables, eqns=counted, effects=frozenset()), program.consts
     )
     # The tables do not depend on the arguments, so any values will do.
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+    # Computed at once, although the caller may be traced.
     with jax.ensure_compile_time_eval():
         arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
 
@@ -213,9 +226,10 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
 def _is_causal(table: np.ndarray) -> bool:
     """Returns whether a table [T, T, other] is constant on each side of its diagonal.
 
-    The diagonal itself may belong to either side.
+    A causal mask is such a table. The diagonal itself may belong to either side.
     """
 
+    # `pairs` is [pairs of tokens, other]: all its rows must equal the first.
     def is_constant(pairs):
         return bool((pairs == pairs[:1]).all())
 
@@ -234,7 +248,7 @@ def _equations(program: Any) -> Iterator[Any]:
 
 
 def _moves_along(eqn: Any, names: set[str]) -> bool:
-    """Returns whether an equation sends data along these axes, and along no other axis.
+    """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
     A gather of weights (ZeRO-3) may go over these axes and the data axis: that is no attention.
     """
@@ -260,11 +274,11 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
             "context.split or context.local_tokens."
         )
     if tokens % chunks or not tokens:
-        above = max(1, -(-tokens // chunks)) * chunks
+        next_multiple = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
-            f"context.attention: the {tokens} tokens of a device must divide by its {chunks} "
-            f"chunks: {tokens * n} tokens over {n} devices. Use sequences of {above * n} tokens, "
-            "or order=context.contiguous."
+            f"context.attention: the tokens of a device ({tokens}, from {tokens * n} over {n} "
+            f"devices) must be a multiple of its {chunks} chunks. Use sequences of "
+            f"{next_multiple * n} tokens, or order=context.contiguous."
         )
     if segments is not None:
         check_segments("context.attention", segments, q.shape[:2])
@@ -281,10 +295,10 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
-    """Raises `ValueError` if the heads of queries and keys do not fit each other.
+    """Raises `ValueError` if q, k and v do not fit each other: their shapes, types or heads.
 
-    If q varies along an axis and k does not, the axis may split the heads of q. Then k may have
-    only one head: if it had several, each device's queries would need only some of them.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
+    one head: of several heads, each device's queries would need only some.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -312,9 +326,9 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
 
 
 def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[..., Any]:
-    """Returns `attend(q, k, v)` with a check that a device has the key heads of its query heads.
+    """Returns `attend`, wrapped in a check that a device has the key heads that its queries use.
 
-    If heads are split over a tensor axis, each device needs the keys of its own queries.
+    If the query heads are split over a tensor axis, each device must select these key heads.
 
     Args:
         attend: `attention`, `ulysses` or `gathered` over an axis.
@@ -331,24 +345,24 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 
 
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
-    """Raises `ValueError` if a device with H query heads needs a number of key heads other than G.
+    """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
-    `heads` are the numbers of query heads and of key heads of the whole model.
+    `heads` are the numbers of query heads and of key heads of the whole model; they must fit H.
     """
-    whole, groups = heads
-    if whole % groups or whole % H:
+    all_queries, all_keys = heads
+    if all_queries % all_keys or all_queries % H:
         raise ValueError(
             f"{name} needs heads=(heads of queries, heads of keys) of the whole model. The first "
             f"must be a multiple of the second, and of the {H} heads of queries on a device; got "
-            f"({whole}, {groups})."
+            f"({all_queries}, {all_keys})."
         )
-    group = whole // groups  # the number of query heads that share a key head
+    group = all_queries // all_keys  # the number of query heads that share a key head
     # A device's query heads must be whole groups, or lie inside one group.
     needed = max(1, H // group)
     cuts_a_group = H % group and group % H
     if needed != G or cuts_a_group:
-        fit = "cuts a group in two" if cuts_a_group else f"needs {needed} of the {groups} of keys"
+        fit = "cuts a group in two" if cuts_a_group else f"needs {needed} of the {all_keys} of keys"
         raise ValueError(
-            f"{name}: a device with {H} of {whole} heads of queries, an axis of {whole // H} "
-            f"devices, {fit}; k has {G}. Pick the keys of this device's queries."
+            f"{name}: a device with {H} of {all_queries} heads of queries, an axis of "
+            f"{all_queries // H} devices, {fit}; k has {G}. Pick the keys of this device's queries."
         )

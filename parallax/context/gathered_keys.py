@@ -3,7 +3,7 @@
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
 `[T_X]` is split over the axis.
 
-A device sends its keys and values n - 1 times, and needs memory for the keys and values of all.
+A device sends its keys and values n - 1 times, and needs memory for those of all devices.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def gathered(
     `attend(q, k, v, positions=(of q, of k))` with the keys of whole sequences, [B, T, G, K], in
     their order. If there are segments, it passes `segments=(of q, of k)` too.
 
-    A device computes T / n queries to T keys: twice what causal attention needs. Backward, the
-    gradients of keys and values are scattered, in `q`'s type.
+    A device computes the scores of T / n queries with T keys: twice as many as causal attention
+    needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
 
     Args:
         attend: attention by positions, such as `blockwise`.
@@ -54,7 +54,8 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
-        # On one device, a mask that counts the tokens itself is right too.
+        # On one device the queries are the whole sequence, so a mask that counts the tokens itself
+        # is right too.
         if n > 1:
             check_places(attend, (q, k, v), options, tokens * n)
         return attend(q, k, v, **options)
@@ -63,14 +64,18 @@ def gathered(
 
 
 def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, Array]:
-    """Returns the arrays typed as varying along `axis` and along all axes of each array."""
+    """Returns q, k and v typed as varying along `axis` and along all axes along which one of them
+    varies.
+
+    Collectives need arrays that vary, and an attention may need arrays of one type.
+    """
     return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
 
 
 def _gather(x: Array, axis: Axis) -> Array:
     """Returns all devices' tokens, typed as varying: `A[B, T_X] -> A[B, T]`.
 
-    The transpose is a reduce-scatter by the algorithm of `axis`.
+    `linear` gives it a transpose: a reduce-scatter by the algorithm of `axis`.
     """
 
     def forward(x):
@@ -83,7 +88,7 @@ def _gather(x: Array, axis: Axis) -> Array:
 
 
 def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two orders of tokens, each the inverse of the other.
+    """Returns two orders of tokens, each the inverse of the other: indices for `jnp.take`.
 
     The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
     sequence to the order of the devices. A device has `tokens` tokens.
@@ -94,7 +99,10 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
-    """Returns the segments of whole sequences, [B, T], in the order `in_order` of the sequence."""
+    """Returns the segments of whole sequences, [B, T], from this device's, [B, T_X].
+
+    `in_order` turns the tokens of devices 0, 1, ... into the sequence.
+    """
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)
     return jnp.take(everywhere, in_order, axis=1)

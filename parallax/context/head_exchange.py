@@ -53,10 +53,12 @@ def ulysses(
             )
         # The order that turns the tokens of devices 0, 1, ... into the sequence, and its inverse.
         in_order, inverse = sequence_order(q.shape[1], n, order)
-        # Each key head is copied, so that each device gets the key heads of its query heads.
+        # Copies of each key head, so that the key heads divide by the devices and each device gets
+        # those of its query heads.
         copies = _copies(H, G, n)
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-        # [B, T_X, H, K] -> [B, T, H_X, K], then the tokens in the order of the sequence.
+        # `all_to_all` splits dim 2 and joins dim 1: [B, T_X, H, K] -> [B, T, H_X, K]. Then the
+        # tokens are put in the order of the sequence.
         q, k, v = (
             jnp.take(axis.all_to_all(x, 2, 1, tiled=True), in_order, axis=1)
             for x in vary_alike(q, k, v, axis)
@@ -64,6 +66,7 @@ def ulysses(
         options = {}
         if segments is not None:
             options["segments"] = whole_segments(segments, q, axis, in_order)
+        # Back to the order of the devices, and from heads to tokens.
         out = jnp.take(attend(q, k, v, **options), inverse, axis=1)
         return axis.all_to_all(out, 1, 2, tiled=True)
 
@@ -71,7 +74,7 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each key head for which `copies * G` divides by `n` devices.
+    """Returns the fewest copies of each of G key heads for which `copies * G` divides by `n`.
 
     The copies must divide H / G, the query heads of a key head, so that each device gets the keys
     of its query heads. H / G copies always fit, since H divides by n.

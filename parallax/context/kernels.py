@@ -1,7 +1,8 @@
 """Attention on one device, one tile of scores at a time, with memory linear in T.
 
-Legend: B batch, T tokens of queries, S of keys, H heads, G heads of keys, K head width, t and s the
-tokens of a tile. In einsums: b batch, t and s tokens, g key heads, r the H / G query heads of each.
+Legend: B batch, T tokens of queries, S tokens of keys, H heads, G heads of keys, K head width; a
+tile has t tokens of queries and s of keys. In einsums: b batch, t and s tokens, g key heads, r the
+H / G query heads of each, k head width.
 
 A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
 saw. From log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward pass
@@ -42,7 +43,8 @@ class Kernel(NamedTuple):
             infinity, and an `out` of zeros.
         backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that these keys add to
             the gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
-            query with an `lse` of infinity has weights of 0.
+            query with an `lse` of infinity has weights of 0: `attention` passes it for a block that
+            must not count.
     """
 
     forward: Callable[..., Any]
@@ -67,7 +69,10 @@ def merge_softmax(
     more: Float[Array, "*rows head_width"],
     more_lse: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
-    """Returns the output and log-sum-exp over two sets of keys together, from those of each set."""
+    """Returns the output and log-sum-exp over the union of two sets of keys.
+
+    `out` and `lse` are over the first set, `more` and `more_lse` over the second.
+    """
     both = jnp.logaddexp(lse, more_lse)
     # A query that saw no key has minus infinity in both, and the difference of both would be nan.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
@@ -132,6 +137,7 @@ def _forward(
 
         peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
         start = peak, total, jnp.zeros((*rows, K), dtype)
+        # A scan's carry must keep its type, and its results vary along the axes of q.
         (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), key_tiles)
         # A query that saw no key has the sum 0, and gets an output of 0.
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
@@ -188,12 +194,13 @@ def _backward(  # noqa: PLR0913
             dk_sum, dv_sum = sums
             return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
-        # `key_tiles` are ((k, v), marks), with a first dim of tiles.
+        # `key_tiles` are ((k, v), marks), with a first dim of tiles: j is the number of a tile.
         numbers = jnp.arange(len(key_tiles[0][0]), dtype=jnp.int32)
         dq = varying(jnp.zeros(q.shape, dtype), axes)
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
+    # A scan's carry must keep its type, and its results vary along the axes of q.
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
@@ -220,17 +227,18 @@ def _scores(q, k, q_marks: _Tile, k_marks: _Tile):
 
 
 def _product(terms: str, x, y):
-    """Returns the product of two arrays of one type, with sums in float32 or wider."""
+    """Returns the einsum `terms` of two arrays of one type, summed in float32 or wider."""
     return jnp.einsum(terms, x, y, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _tiles(
     of_queries, of_keys, causal: bool, segments: Marks | None, positions: Marks | None, block: int
 ):
-    """Returns queries and keys in tiles of equal size, at most `block`, each with its marks.
+    """Returns `((queries, their marks), (keys, their marks))`, in tiles of at most `block` tokens.
 
-    `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. Arrays and marks get a first
-    dim of tiles; zeros fill up the last tile. The queries' dim of heads becomes [G, H / G].
+    `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. All tiles of queries have
+    one size, and all tiles of keys. Arrays and marks get a first dim of tiles; zeros fill up the
+    last tile. The queries' dim of heads becomes [G, H / G].
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
@@ -240,7 +248,8 @@ def _tiles(
     # Masks that depend on constants only would be computed before a scan over layers, for all
     # tiles, and kept: H T^2 numbers. The barrier makes them depend on the queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
-    # Keys that fill up the last tile are masked. Queries that do are cut off from the result.
+    # Keys that fill up the last tile are masked. For such queries nothing is needed: `_whole` drops
+    # their results.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)
@@ -254,18 +263,21 @@ def _tiles(
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
     """Returns the marks of all tokens in tiles of `size`; None stays None."""
-    # Each with its dim of tokens: segments are [B, T].
+    # Each mark with the number of its dim of tokens: segments are [B, T], the others [T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))
 
 
 def _size(length: int, block: int) -> int:
-    """Returns the size of a tile, if `length` tokens form the fewest equal tiles up to `block`."""
+    """Returns the size of equal tiles for `length` tokens: as few tiles of at most `block` as
+    possible.
+    """
+    # The number of tiles is ceil(length / block), and their size ceil(length / that number).
     return -(-length // -(-length // block))
 
 
 def _cut(x, size: int, dim: int):
-    """Returns `x` in tiles of `size` along `dim`, padded with zeros, with a first dim of tiles."""
+    """Returns `x` in tiles of `size` along `dim`, padded with zeros: [tiles, ..., size, ...]."""
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, -x.shape[dim] % size)
     x = jnp.pad(x, padding)
@@ -273,7 +285,7 @@ def _cut(x, size: int, dim: int):
 
 
 def _whole(x, length: int):
-    """Returns the first `length` tokens of tiles [tiles, B, t, ...] as [B, T, ...]."""
+    """Returns tiles [tiles, B, t, ...] as [B, length, ...], without the padding at the end."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 

@@ -1,4 +1,7 @@
-"""The communication of a decoder's layers whose tokens are split over an axis."""
+"""The communication of a decoder's layers whose tokens are split over an axis.
+
+`Comms` is a record of functions and numbers: see `tensor.Comms` for its fields.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +34,7 @@ def comms(
         context: the axis that the tokens are split over.
         shared: the axes that share the vocabulary, as in `tensor.comms`.
         inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between
-            the layers.
+            the layers, over `axis`.
         around: takes a model's attention function and returns one that attends over the context,
             such as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
         order: the places of the tokens on the devices.
@@ -49,7 +52,8 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # `token_shards` devices split the tokens between the layers, and `context_shards` inside them.
+    # `token_shards` devices split the tokens between the layers (`over_tokens` are their axes), and
+    # `context_shards` inside the layers. By default the ring replaces the model's attention.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),
@@ -61,8 +65,8 @@ def comms(
 
 
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `attention` over `axis`, in place of `attend`, causal softmax attention.
+    """Returns `attention` over `axis`, which replaces `attend`, a causal softmax attention.
 
-    `attend` is not called: the ring computes the same itself.
+    `attend` is not called: `attention` computes the same.
     """
     return partial(attention, axis=axis)

@@ -37,9 +37,9 @@ def blockwise(
         causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
             keys whose position is not after the query's.
         segments: the number of each token's document; or a pair, for the queries and for the keys.
-        positions: a pair, the positions of the queries [T] and of the keys [S], if they are not the
-            whole sequence.
-        kernel: computes the blocks.
+        positions: a pair: the positions of the queries [T] and of the keys [S]. Needed if they are
+            not the same tokens, and ignored without `causal`.
+        kernel: computes the output and the gradients, such as `tiled(1024)`.
 
     Raises:
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
@@ -50,14 +50,14 @@ def blockwise(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
             "Pass positions=(of the queries, of the keys)."
         )
-    # One array of segments holds for the queries and for the keys.
+    # `marks` is a pair of segments, or None: one array holds for the queries and for the keys.
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
     for mark, x in zip(marks or (), (q, k), strict=False):
         check_segments("context.blockwise", mark, x.shape[:2])
     arrays = (q, k, v, marks, positions if causal else None)
     # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
-    # With positions, the kernel compares positions instead of counting tokens.
+    # With positions, the kernel compares them instead of counting tokens: its `causal` is False.
     by_count = causal and positions is None
 
     def forward(q, k, v, marks, positions):
@@ -84,8 +84,8 @@ def blockwise(
 
 
 def _positions(positions: Marks | None) -> Mapping[str, Any]:
-    """Returns the option `positions` of a kernel, or no option if there are no positions.
+    """Returns the option `positions` of a kernel, or no options if there are no positions.
 
-    A kernel of the user may lack this option.
+    A kernel of the user may lack the option, so it is passed only if needed.
     """
     return {} if positions is None else {"positions": positions}

@@ -5,6 +5,9 @@ chunk and a key chunk in which the query chunk is not before the key chunk. `blo
 these pairs hop by hop, the same number for each device. The attention runs this table, and the
 count of its work reads the same table.
 
+A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
+table). Its chunks are numbered 0 to c - 1 within their devices.
+
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
 
@@ -41,7 +44,7 @@ def contiguous(n: int) -> list[list[int]]:
 
 
 def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
-    """Returns the table of `order` for n devices: [n, chunks of a device].
+    """Returns the table of `order` for n devices, [n, c]: the numbers of each device's chunks.
 
     Raises:
         ValueError: a chunk is missing or held twice, or the devices hold different numbers of
@@ -64,7 +67,8 @@ class BlockPairs(NamedTuple):
     Attributes:
         chunks: c, the number of chunks of a device.
         own: [n, pairs, 3]: each device's pairs (query's chunk, key's chunk, 1) of its own queries
-            and keys, without the c pairs of a chunk with itself.
+            and keys. The c pairs of a chunk with itself are not listed: each device computes them
+            too, under the causal mask.
         hops: [n - 1, n, pairs, 3]: the pairs of each hop. A pair whose third number is 0 is
             computed but not used.
     """
@@ -75,18 +79,22 @@ class BlockPairs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that each device computes, of (T / (c n))^2 scores."""
+        """The number of blocks that each device computes, of (T / (c n))^2 scores each.
+
+        They are the c blocks of a chunk with itself, and the listed pairs.
+        """
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """Returns the blocks of scores that each of n devices computes; see `BlockPairs`.
+    """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
 
-    In hop h device i has the keys of device i - h.
+    In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
+    too, but are not listed.
 
-    In `zigzag` order a device computes 2n + 1 blocks of (T/2n)^2 scores, of which 2n are needed. In
-    `contiguous` order it computes n blocks of (T/n)^2, twice as many scores as needed. Raises the
-    errors of `chunk_table`.
+    With them, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask hides
+    half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of (T/n)^2,
+    twice as many scores as needed. Raises the errors of `chunk_table`.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
@@ -97,14 +105,16 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
-    # A device's own queries and keys. Without a mask there is one chunk, and no pair but itself.
+    # A device's own queries and keys. Without a mask it has one chunk, so no other pair than the
+    # chunk with itself.
     local = [visible_pairs(i, i) if causal else [] for i in range(n)]
     hops = [[visible_pairs(i, (i - h) % n) for i in range(n)] for h in range(1, n)]
-    # Unneeded pairs fill up the lists, so that all devices compute the same number of pairs in a
-    # hop and no conditional is needed.
+    # Pairs with a 0 at the end are not needed. They fill up the lists, so that all devices compute
+    # the same number of pairs in a hop and no conditional is needed.
     most = max((len(pairs) for hop in hops for pairs in hop), default=0)
     padded = [[pairs + [(0, 0, 0)] * (most - len(pairs)) for pairs in hop] for hop in hops]
-    # Of each two chunks of a device, one is after the other: c (c - 1) / 2 pairs of its own.
+    # A causal device has c (c - 1) / 2 pairs of its own: of each two chunks, the later one sees the
+    # earlier one.
     return BlockPairs(
         c,
         np.array(local, dtype=np.int32).reshape(n, c * (c - 1) // 2, 3),
@@ -118,7 +128,8 @@ def split(
     """Returns whole sequences in the order in which `devices` hold their tokens.
 
     The spec `P(None, "context")` then gives each device its tokens, which are dim `dim` of `x`.
-    Split targets as their inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
+    Split targets in the same way as inputs: `split(windows[:, :-1], n)` and
+    `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -173,12 +184,12 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the number of tokens of a chunk. Raises `ValueError` if it is not whole."""
+    """Returns the tokens of a chunk, `tokens / (n c)`. Raises `ValueError` if this is not whole."""
     n, c = table.shape
     if tokens % (n * c):
-        above = -(-tokens // (n * c)) * n * c
+        next_multiple = -(-tokens // (n * c)) * n * c
         raise ValueError(
             f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. "
-            f"Use sequences of {above} tokens, or another order."
+            f"Use sequences of {next_multiple} tokens, or another order."
         )
     return tokens // (n * c)

@@ -4,9 +4,10 @@ Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K he
 of a device, n devices.
 
 In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
-the device computes, the same number as on any other device. A block is a *pair*: (query chunk, key
-chunk, 1 if it is needed or 0 if it only fills up the table). There is no conditional, so messages
-inside and around the attention are safe. The results of a hop are merged by their log-sum-exp.
+the device computes, as many as on any other device, each by a *pair*: (query chunk, key chunk, 1 if
+it is needed or 0 if it only fills up the table). There is no conditional, so messages inside and
+around the attention are safe. Results are merged by their log-sum-exps (`lse`). A chunk with itself
+is no pair: `_diagonal` computes these blocks, the only ones with a causal mask inside.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -14,8 +15,8 @@ inside and around the attention are safe. The results of a hop are merged by the
 | backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
 
 In the backward pass the gradients of keys and values follow the keys and values one hop later, and
-return after n - 1 hops. The gradients that a device computes for its own keys stay there and are
-added.
+return to the keys' device after n - 1 hops. The device then adds the gradients from its own
+queries.
 
 Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
 ring-flash-attention (2024).
@@ -56,9 +57,9 @@ def attention(
     linear in T: the tiles of `kernel`; for the backward pass `q`, `k`, `v`, the result and one
     number per query and head.
 
-    Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2, of
-    which 2n are needed. Without `causal` the order does not matter. There is no forward-mode
-    derivative.
+    Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
+    scores, where the mask hides half of two blocks. Without `causal` the order does not matter.
+    There is no forward-mode derivative.
 
     Args:
         q: queries of this device's tokens.
@@ -77,6 +78,7 @@ def attention(
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks)
+    # If one chunk is the whole sequence, a kernel may use the distances between its tokens.
     if kernel is not TILED and axis.size() * table.chunks > 1:
         check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
@@ -102,7 +104,7 @@ class _Ring(NamedTuple):
     causal: bool
 
     def local_pairs(self):
-        """Returns the pairs of this device's own chunks, [pairs, 3], without the diagonal."""
+        """Returns the pairs of this device's own chunks, [pairs, 3], of each with earlier ones."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
@@ -115,12 +117,15 @@ class _Ring(NamedTuple):
         return self.axis.permute(tree, [(i, (i + 1) % n) for i in range(n)])
 
     def hops(self, first: int, last: int, hop, carry):
-        """Returns `carry` after the hops from `first` to before `last`, as one loop."""
+        """Returns `carry` after the hops from `first` to before `last`, as one loop.
+
+        `hop` takes a hop's number and the carry. For no hops, no loop is put into the program.
+        """
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 
 
 def _forward(ring: _Ring, q, k, v, segments):
-    """Returns the result and the residuals of the backward pass."""
+    """Returns the result, [B, T, H, K], and the residuals of the backward pass."""
     n = ring.axis.size()
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
@@ -209,11 +214,13 @@ def _backward(ring: _Ring, residuals, ct):
     diagonal = _diagonal(ring, ring.kernel.backward, queries[-1], keys[-1])
     # The arguments are q, k, v, out, lse and ct. The segments, the last of `queries` and of `keys`,
     # were given to `_diagonal`.
+    # `local_sums` are the gradients of this device's own k and v from its own queries.
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
         # The gradients follow their keys by one hop. The first hop has no gradients to send, and
-        # the last has no keys to send, so these two are not in the loop.
+        # the last has no keys to send, so these two are not in the loop. With n = 2 both are one
+        # hop.
         following = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
         following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
@@ -227,8 +234,8 @@ def _backward(ring: _Ring, residuals, ct):
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """Returns a function that applies a kernel's function `f` to each chunk with itself.
 
-    It takes and returns arrays [c, B, ...]. These are the blocks on the diagonal, the only ones
-    with a causal mask inside. The c chunks are passed to the kernel as one larger batch.
+    The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
+    batch of c B. Only these blocks, on the diagonal, have a causal mask inside.
     """
 
     def as_batch(x):
@@ -249,7 +256,7 @@ def _both(q_segments, k_segments):
 
 
 def _chunk(tree, number):
-    """Returns one chunk of each array."""
+    """Returns chunk `number` of each array, whose first dim is chunks."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
@@ -263,5 +270,5 @@ def _chunks(ring: _Ring, tree):
 
 
 def _whole(x):
-    """Returns the inverse of `_chunks`, of one array."""
+    """Returns one array [c, B, T / c, ...] as [B, T, ...], as it was before `_chunks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
