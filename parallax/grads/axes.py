@@ -3,7 +3,8 @@ it that changed its type.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
-Along such an axis a parameter is either a copy, the same on all devices, or a share.
+Along an axis a parameter is either a copy, the same on all devices, or a share, a part of it.
+`Axis.names` is one name or a tuple of names.
 """
 
 from collections.abc import Iterable
@@ -18,11 +19,11 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """The effect of enclosing gradient functions on the parameters of the code that is traced.
+    """The effect of enclosing gradient functions on the parameters of the code being traced.
 
     Attributes:
         declared: the axes along which these functions declared all parameters varying.
-        shares: the axes, of those, along which some parameters were shares before.
+        shares: the axes in `declared` along which some parameters were shares before.
     """
 
     declared: frozenset[str] = frozenset()
@@ -51,11 +52,12 @@ def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
     """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
-    enclosing function declared it varying."""
+    enclosing gradient function declared it varying."""
+    # Along these axes every parameter is a copy: `local_gradients` refuses shares there.
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 
 
 def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Returns whether `x` may differ between devices along every one of the axes."""
+    """Returns whether the type of `x` varies along every name in `axis`."""
     return not replicated_axes(x, Axis.of(axis))

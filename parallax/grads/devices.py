@@ -3,9 +3,10 @@ the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
-parameter of which each device has a part; other parameters are copies. `A {U_X}` is a term, on each
-device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only these names.
-`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` is a
+term, on each device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only
+these names. `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`.
+`ENCLOSING.value` has the axes of enclosing gradient functions.
 """
 
 import numbers
@@ -62,9 +63,8 @@ def accumulated(
     """Returns `grad` of the whole batch, computed one microbatch after another.
 
     It needs memory for one microbatch at a time. It equals `grad` if the loss is a mean over the
-    batch. Every leaf of the batch has the batch as its first dim, and the microbatches are cut from
-    it in order. Gradients are summed, and returned, in float32, or in their own type if that is
-    wider.
+    batch. The first dim of every leaf of the batch is cut in order into microbatches. Gradients are
+    summed, and returned, in float32, or in their own type if that is wider.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.accumulated(jax.value_and_grad(loss), microbatches=4)
@@ -75,7 +75,8 @@ def accumulated(
     Args:
         grad: a gradient function.
         microbatches: the number of equal parts.
-        aux: combines the auxiliary values of the microbatches, stacked as `[microbatches, ...]`.
+        aux: a function that combines the auxiliary values of all microbatches, which are stacked:
+            `[microbatches, ...]`.
 
     Raises:
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`; or `grad` is
@@ -94,14 +95,18 @@ def accumulated(
         return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
     def wrapped(params, batch):
-        """Returns the mean value, and the mean gradients, over the microbatches."""
+        """Returns the mean loss and gradients over the microbatches, and `aux` of the auxiliary
+        values."""
+        # A single microbatch is the whole batch, so a clipped gradient is right.
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
         parts = split_into_microbatches(batch, microbatches)
 
         def add_part(sums, numbered_part):
-            """Adds one microbatch's gradients, as a body of `lax.scan`; its value is stacked."""
+            """Returns, as a body of `lax.scan`, the sums with one microbatch's gradients added, and
+            its value, which the scan stacks."""
             part, number = numbered_part
+            # Taps inside `grad` report their values with this number.
             with recording.at(microbatch=number):
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
@@ -124,7 +129,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
     Raises:
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`.
     """
-    rows = {}
+    rows = {}  # each leaf's first dim, by the leaf's path
     for path, leaf in jax.tree.leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "itself"
         if not jnp.ndim(leaf):
@@ -150,7 +155,8 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 
 
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raises `ValueError` if the leaves have unequal numbers of rows, which `rows` has by name."""
+    """Raises `ValueError` if the leaves have unequal numbers of rows. `rows` has these numbers by
+    the leaf's name, and `reason_and_cure` ends the message."""
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
@@ -163,8 +169,8 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the axes along which it varies, summed in float32 or
-    wider. An integer array that varies becomes floating-point."""
+    """Returns the mean of each array over the names in `axis` along which it varies, summed in
+    float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the names in `axis` along which it varies, or the
@@ -190,11 +196,11 @@ def averaged(
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
     the batch: data parallelism, `A {U_X} -> A`.
 
-    The parameters are declared varying before `grad` differentiates, so that their gradients stay
-    local; then they are reduced once. If a parameter is split over some of the axes (ZeRO-3,
-    experts), its gradient is already summed along those, so it is summed only over the other axes.
-    Each sum is divided by the size of all axes. Sums are taken in float32 or wider, and rounded
-    once, to the gradient's own type.
+    The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
+    gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
+    (ZeRO-3, experts), its gradient is already summed along those, so it is summed only over the
+    other axes. Each sum is divided by the product of the sizes of all axes. Sums are taken in
+    float32 or wider, and rounded once, to the gradient's own type.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
@@ -204,13 +210,13 @@ def averaged(
         >>> print(mean, gradients)
         4.0 [4. 4.]
 
-    `averaged` may be used inside another one over the same axis, in a loss that takes a step itself
-    (MAML).
+    A loss that itself takes a training step (MAML) may use `averaged`, inside another `averaged`
+    over the same axis.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
-        aux: combines auxiliary values: a function of them and of `axis`.
+        aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: picks the parameters whose gradients are summed in the backward pass: see
             `reduced_in_backward`.
 
@@ -222,6 +228,7 @@ def averaged(
     """
     axis = Axis.of(axis)
 
+    # `total` is the sum over devices, and `term` this device's gradient or loss.
     def mean(total, term):
         return (total / axis.size()).astype(term.dtype)
 
@@ -240,11 +247,12 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns `grad` with its gradients summed over those axes along which all devices have the
-    same parameter: `A {U_X} -> A`.
+    """Returns `grad` with its gradients summed over those names in `axis` along which all devices
+    have the same parameter: `A {U_X} -> A`.
 
-    It is for devices that each compute a part of one loss, as in sequence parallelism, where a norm
-    sees only some of the tokens. With `loss`, the losses are parts too, and are summed; without it,
+    It is for devices that each compute a part of one loss. In sequence parallelism, for example,
+    each device normalises only some of the tokens, so its gradient of a norm's weight is a term of
+    the sum. With `loss`, each device's loss is a term too, and the losses are summed. Without it,
     the loss may already be a sum or mean over `axis`. Everything else is as in `averaged`.
     """
 
@@ -264,8 +272,9 @@ class LocalGradients(NamedTuple):
     """The results of a gradient function on one device, before any sum over devices.
 
     Attributes:
-        params: the parameters, with the types that they came with.
-        declared: the same parameters, declared varying along the axis to be reduced over.
+        params: the parameters as they were given, with their own types.
+        declared: the same parameters as the gradient function got them: declared varying along the
+            axis to be reduced over, except those that `reduced` picked.
         value: the loss, or `(loss, aux)`.
         gradients: the gradients on this device.
     """
@@ -288,25 +297,28 @@ def value_and_sums(
     """Returns `(value, gradients)` with the gradients, and with `loss` the loss, summed over
     `axis`.
 
-    A gradient is summed over those axes along which the devices have copies of its parameter, and
-    over which it varies. The sums and the auxiliary values are sent in one order on all devices.
+    A gradient is summed over those axes along which the devices have copies of its parameter, if
+    the gradient varies along them or its parameter was declared varying. The sums and the auxiliary
+    values are sent in one order on all devices.
 
     Args:
         local: the results of the gradient function on this device.
         axis: the axis to sum over.
-        finish: `finish(sum, term)` of each gradient and of the loss.
+        finish: `finish(sum, term)` makes the result, of each gradient and of the loss, from its sum
+            and from this device's term.
         aux: as in `averaged`.
-        loss: whether the loss is summed.
+        loss: whether the loss is summed; `finish` gets it in either case.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
             `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
             remain.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
-        """Returns the axes to sum one gradient over; `declared` is its parameter as it was
-        differentiated."""
-        # A parameter that `reduced` picks is not declared varying, and its gradient may already be
-        # summed. Then neither varies along the axis, and nothing is left to sum.
+        """Returns the axes to sum one gradient over. `declared` is its parameter as the gradient
+        function got it, and `parameter` the same with its own type."""
+        # If the parameter was declared varying, the gradient is one device's term, even if its own
+        # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
+        # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 
@@ -314,14 +326,16 @@ def value_and_sums(
     declared = matching_parameters(gradients, local.declared)
     params = matching_parameters(gradients, local.params)
     names = jax.tree.map(axes_to_reduce, gradients, declared, params)
+    # ZeRO scatters the gradients here, and the sum below is over the axes that are left.
     if scatter is not None:
         value, gradients, names = scatter(value, gradients, params, names)
     terms = loss_part(value), gradients
+    # Without axes, `()`, a leaf is not summed.
     sums = summed_over(terms, (axes_of(axis) if loss else (), names), axis)
     total, finished = jax.tree.map(finish, sums, terms)
 
     def combined(values):
-        # The auxiliary values wait for the sums of the gradients: all devices send in one order.
+        # The auxiliary values wait for all sums, so that all devices send in one order.
         return aux(sequence_after(values, (total, finished)), axis)
 
     return map_loss_and_aux(value, lambda _: total, combined), finished
@@ -352,8 +366,8 @@ def local_gradients(
     """
     types.check_typed()
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
-    # `mesh.spmd` sets `UNEVEN_AXES`; `ENCLOSING` has the axes of the gradient functions around
-    # this.
+    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits leaves with different
+    # numbers of rows.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)
     if unclear := sorted(enclosing.shares.intersection(shares)):
@@ -362,10 +376,11 @@ def local_gradients(
             "its parameters are shares along that axis, and no type tells shares from copies. "
             f"Average the inner gradients by hand: lax.pmean(gradients, {unclear[0]!r})."
         )
-    # Along an axis of which an enclosing function declared all parameters varying, they are copies.
+    # If an enclosing function declared all parameters varying along an axis, they are copies there.
     shares = {name: paths for name, paths in shares.items() if name not in enclosing.declared}
     declared = varying(params, axis.names)
     if reduced is not None:
+        # The parameters that it picks keep their own types.
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
         # Without shares `grad` itself runs: the checks of a pipeline follow values back to the
@@ -373,6 +388,7 @@ def local_gradients(
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
+        # Only along these axes can a loss be wrong. Without any, nothing is traced again.
         for name in sorted({*shares, *reduced_axes}):
             program = program or _Program(grad, declared, batch)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
@@ -383,8 +399,9 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     """Raises `ValueError` if one spec splits several leaves of a batch, and these leaves have
     different numbers of rows.
 
-    `uneven_axes` are the axes over which one spec of `mesh.spmd` did so; with a spec for each leaf
-    the split is intended. Random keys, one for each device, are not rows.
+    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
+    numbers of rows; if each leaf has a spec of its own, the split is intended, and there are none.
+    Random keys, one for each device, are not rows.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -402,7 +419,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """Returns, for each of the axes, the paths of the parameters that vary along it, if any do."""
+    """Returns, by axis, the paths of the parameters that vary along it; an axis along which none
+    varies is left out."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     shares = {}
     for name in names:
@@ -416,7 +434,7 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns the given axes along which a gradient varies and the loss does not: the loss may have
     been reduced there.
 
-    If neither varies, both were reduced, which is right.
+    If no gradient varies either, loss and gradients were both reduced, which is right.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -429,7 +447,7 @@ def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
     """Returns the traced program of a gradient function some of whose parameters are shares;
-    `shares` has their paths by axis. A trace that fails on shapes raises a `ValueError`."""
+    `shares` has their paths by axis. Raises `ValueError` if the trace fails on shapes."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -446,13 +464,13 @@ def _program_with_shares(
 
 
 class _Program:
-    """A gradient function, traced on these parameters and this batch, to check its program before
-    or after a run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
-    of its results."""
+    """A gradient function, traced on these parameters and this batch, whose program can be checked
+    and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
+    structure of its results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
-        """Traces the function. Only arrays are arguments of a program, so other leaves are
-        constants."""
+        """Traces `grad(params, batch)`. Only arrays can be arguments of a program, so all other
+        leaves are constants."""
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
 
         def of_arrays(arrays):
@@ -469,17 +487,18 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses one of the `shares` along the axis `name` as if it were whole.
-        With `may_be_reduced`, also refuses a loss that is already reduced over this axis.
+        """Refuses a loss that uses one of the `shares`, paths of parameters that are split along
+        the axis `name`, as if it were whole. With `may_be_reduced`, also refuses a loss that is
+        already reduced over this axis.
 
-        A loss that depends on nothing that varies along the axis, such as a constant, was not
-        reduced over it.
+        `may_be_reduced` says that the loss does not vary along the axis. Then it was reduced,
+        unless it depends on no argument that varies there.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         is_data = [False] * len(params) + [True] * len(batch)
-        # Of the first result, the loss, by argument. `reached` says whether the loss depends on it,
-        # and `unsent` whether it meets data on a way to the loss without a collective over the
-        # axis.
+        # The uses of each argument by the first result, the loss. `reached` says whether the loss
+        # depends on the argument, and `unsent` whether the argument is combined with data before a
+        # collective over the axis.
         uses = jaxprs.uses(self.closed, name, data=is_data)[0]
         # Not `strict`: the arguments after the parameters are the batch.
         for (path, leaf), is_used in zip(params, uses.unsent, strict=False):
@@ -515,11 +534,12 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)
     names = structure.flatten_up_to(names)
+    # The first group waits for the whole tree, and each later one for the sums before it too: all
+    # devices send in one order.
     before = tree
     # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
-    # groups wait for each other, and those of most axes come first: all devices send in one order.
-    # Processes must trace one program, so groups of as many axes have the order of the leaves: that
-    # of a set would differ between processes.
+    # group with the most axes comes first. Groups with equally many axes keep the order of the
+    # leaves: the order of a set would differ between processes, which must trace one program.
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
@@ -536,15 +556,15 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
 
     If it wraps a block that a loop runs, the loop of the backward pass all-reduces the gradients of
     each layer. The messages can overlap with the work of the next iteration. It moves the same
-    bytes as `averaged`, but leaf by leaf and in every microbatch: do not wrap a gradient function
-    that uses it in `accumulated`. Pass the parameters that it sums to `averaged`:
+    bytes as `averaged`, but leaf by leaf, and once per microbatch: so do not wrap a gradient
+    function that uses it in `accumulated`. Tell `averaged` which parameters it sums:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    With only one of these two lines, the gradients are the same, but are summed at the end, or by
-    `jax.lax`. Sums are taken in float32 or wider, and rounded to the type that the block computes
-    in.
+    The gradients are the same with only one of these two changes. Without `reduced=picked`,
+    `averaged` sums them at the end. Without the wrapped block, `jax.lax` sums them in the backward
+    pass. Sums are taken in float32 or wider, and rounded to the type that the block computes in.
 
     Args:
         function: a block; its first argument is the tree of parameters, the same on all devices of
@@ -555,8 +575,9 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     axis = Axis.of(axis)
 
     def summed_backward(parameter):
-        """Returns the parameter unchanged; its cotangent is all-reduced over the axes along which
-        all devices have the same parameter."""
+        """Returns the parameter, declared varying; its cotangent is all-reduced over the axes along
+        which all devices have the same parameter."""
+        # If the parameter is declared varying along all axes, `averaged` sums its gradient.
         names = replicated_axes(parameter, axis) if eqx.is_inexact_array(parameter) else ()
         if not names:
             return parameter

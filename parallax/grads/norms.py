@@ -29,7 +29,8 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
     `precision.unscaled`. A gradient that varies along an axis counts as a shard of a larger one.
-    `reduce_norm_over` has axes with their algorithms, to sum the norm over; others use `jax.lax`.
+    The sum of squares is all-reduced along the axes in `reduce_norm_over`, such as `ring("data")`,
+    by their algorithms, and along any other axis by `jax.lax`.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -85,12 +86,12 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     devices.
 
     A leaf that varies along some axes is a shard over them. Its sum of squares is all-reduced over
-    exactly those axes, as one scalar for each set of axes. Squares are summed in float32
-    or wider. `axes` gives the algorithms along its axes; along any other axis `jax.lax` moves the
-    data.
+    exactly those axes, as one scalar for each set of axes. Squares are summed in float32 or wider.
+    `axes` gives the algorithms along its axes; along any other axis `jax.lax` moves the data.
 
     Raises:
-        ValueError: there is no gradient; or a gradient is one device's own, before its reduction.
+        ValueError: there is no gradient; a gradient is one device's own, before its reduction; or
+            the types do not record which values vary over devices, as under `check_vma=False`.
     """
     types.check_typed()
     if not jax.tree.leaves(gradients):
@@ -99,10 +100,11 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
             "trained. A gradient function returns an array for each trained leaf, as "
             "eqx.filter_value_and_grad does for floating-point arrays."
         )
-    # The sum of squares of all leaves that are shards over the same axes, by these axes.
+    # By the axes along which a leaf is a shard: the sum of squares of all leaves with these axes.
     squares = {}
     for leaf in jax.tree.leaves(gradients):
         names, x = varying_axes(leaf), leaf.astype(accumulation_dtype(leaf.dtype))
+        # `declared` has the axes over which a gradient function around this call will reduce.
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
                 f"A norm is taken inside a function that reduces over {unreduced}, of the "
@@ -113,8 +115,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over these axes, each with its algorithm in `axes`,
-        by default that of `jax.lax`."""
+        """Returns a sum of squares all-reduced over the axes `names`; along an axis that `axes`
+        does not list, by `jax.lax`."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(
@@ -127,6 +129,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
 def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     """Returns `gradients`, of global norm `norm`, times min(1, max_norm / norm)."""
-    # Gradients of zero have a norm of zero; `tiny` avoids a division by it.
+    # Gradients of zero have a norm of zero; `tiny`, the smallest normal number, avoids a division
+    # by zero.
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

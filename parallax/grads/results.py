@@ -16,7 +16,7 @@ Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 
 
 def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Calls a gradient function and returns its results, the loss or `(loss, aux)` and the
+    """Calls a gradient function and returns its two results: the loss, or `(loss, aux)`, and the
     gradients. Raises `ValueError` if it returns anything but a pair."""
     results = grad(params, batch)
     if not isinstance(results, tuple) or len(results) != 2:
@@ -73,8 +73,9 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
 
 
 def floating(path: Sequence[Any], leaf: Array) -> Array:
-    """Returns an auxiliary value as floating-point numbers, of which a mean can be taken. Raises
-    `ValueError` for a random key."""
+    """Returns an auxiliary value, with integers converted to floating-point numbers, so that a mean
+    can be taken. Raises `ValueError` for a random key."""
+    # Random keys have an extended type.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
             f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "
