@@ -276,7 +276,7 @@ def test_more_than_three_dims_need_a_number_of_layers(shape, spec, lead):
     not tell."""
     params, specs = {"w": jnp.ones(shape)}, {"w": spec}
     with pytest.raises(
-        ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or its number\."
+        ValueError, match=r"by_matrix: w has 4 dims, .* Pass layers=\{'w': 1\}, or another number"
     ):
         optimizers.by_matrix(WRAPPED["lars"], "tensor", specs).init(params)
     optimizers.by_matrix(WRAPPED["lars"], "tensor", specs, layers={"w": lead}).init(params)

@@ -4,13 +4,14 @@ update.
 `checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
 have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
 or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size. Examples are a rate that is scaled by a dim, and a choice by a size
-between the shard's and the whole leaf's. The allowed operations are listed, since a list of
-forbidden operations could miss some.
+that depends on the size, such as a rate scaled by a dim. The allowed operations are listed, since a
+list of forbidden operations could miss some.
 
-A leaf is a parameter, numbered by its place in the tree. Its owner's number goes with each array of
-the optimizer's state; a moment is a state array of the shape of its leaf's gradient. A share is a
-device's part of a gradient or a parameter.
+A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
+the optimizer's state, is the number of its leaf, or None. A moment is a state array of the shape of
+its leaf's gradient. A share is a device's part of a gradient or a parameter. Of a `Value`, `leaves`
+are the numbers of the leaves that it is computed from, and `mixes` says why it is not element by
+element, or is "". Among the numbers, `WHOLE` is any array that is the same on all devices.
 """
 
 import functools
@@ -43,6 +44,7 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
+    # `MultiSteps` takes extra arguments itself, but has the type of no optax transformation.
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)
@@ -52,30 +54,32 @@ def with_extra(
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update` with a check that its update of each shard is the shard of the update of the
-    whole leaf.
+    """Returns `update` with a check that its result on a shard of a leaf is the shard of its result
+    on the whole leaf.
 
     Args:
         update: the update of an optimizer.
         specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
             does not name, any of its dims may be the one that is split.
         at: the name of the caller, for messages.
-        gathered: axes along which a leaf may differ although the optimizer sees it whole.
+        gathered: axes along which leaves count as whole, though their types vary: the caller has
+            gathered them.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
         It raises `UnfitOptimizer` if the check fails.
     """
-    # A step is traced several times for the same shapes, such as by `lower` and by `eval_shape`;
-    # its optimizer is checked once. These are the types of the arguments that have passed.
+    # The keys of the arguments that have passed: a step is traced several times for the same
+    # shapes, such as by `lower` and by `eval_shape`, and its optimizer is checked once.
     decided = set()
 
+    # The axes that split an array, as the optimizer sees it.
     def axes(x):
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update, after the check unless arguments of these types have
-        passed it already: `decided` has their keys."""
+        """Returns the optimizer's update; checks it first, unless arguments of these types have
+        passed the check already."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh and on these types, which also say along
@@ -108,7 +112,8 @@ class _Leaf(NamedTuple):
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
         split: the axes of more than one device along which the gradient or the parameter differs.
         whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split; `whole` is then too large.
+        is_open: whether the specs leave open which dim is split; `whole` is then too large, since
+            each dim counts as split.
     """
 
     path: tuple[Any, ...]
@@ -125,7 +130,8 @@ class _Leaf(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """Whether the parameter is a shard as its gradient is; with ZeRO-1 it is whole."""
+        """Whether the parameter has the gradient's shape; with ZeRO-1 the parameter is whole and
+        the gradient a share."""
         return np.shape(self.gradient) == np.shape(self.weight)
 
 
@@ -133,7 +139,7 @@ class _Update:
     """An update and its arguments on one device, for the check.
 
     `axes` gives the axes along which an array is split. `leaves` are the parameters that have a
-    gradient, and `owners` has the leaf's number, or None, for each array of the state.
+    gradient, and `owners` has the owner of each array of the state.
     """
 
     def __init__(
@@ -155,7 +161,8 @@ class _Update:
     def leaf(
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
-        """Returns a leaf with its split axes and its whole shape, from the type and the specs."""
+        """Returns the leaf with its split axes, from the types, and its whole shape, from the
+        specs."""
         axes, ndim = self.axes(weight), np.ndim(weight)
         # A spec may have fewer entries than the array has dims.
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
@@ -172,12 +179,13 @@ class _Update:
 
     def check(self) -> None:
         """Raises `UnfitOptimizer` if the update, traced on symbolic sizes, is not computed element
-        by element from each leaf."""
+        by element from each leaf; returns at once if no leaf is split."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
         # the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
+        # In ZeRO-1 the parameter is whole, though its gradient is a share.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -192,10 +200,12 @@ class _Update:
             # not about sizes.
             jax.eval_shape(self.update, *self.arguments)
             self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
+        # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
         all_shards = all(leaf.is_shard for leaf in self.leaves)
         # If the parameters are whole and the gradients shares, the optimizer must gather its
-        # updates. Without this check JAX would silently broadcast some of these shapes.
+        # updates. Without this check JAX would silently broadcast some of these shapes. The caller
+        # turns this error into a better one (`explain`).
         if not all_shards and _shapes(updates) != _shapes(arguments[2]):
             raise TypeError("the updates have other shapes than the parameters")
         # The program's arguments come in this order: gradients, state, parameters.
@@ -203,8 +213,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim, from the size on a shard
-        to that of the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim, bounded below by the size
+        on a shard and above by the size of the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -224,7 +234,8 @@ class _Update:
         unknown = dict(zip(ranges, sizes, strict=True))
 
         def resized(x, whole):
-            """Returns `x`, or its type with symbolic sizes if a dim is split."""
+            """Returns `x`, or, if a dim is split, its type with symbolic sizes; `whole` is the
+            shape of the whole leaf."""
             pairs = zip(np.shape(x), whole, strict=True)
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
@@ -232,7 +243,7 @@ class _Update:
         def resized_state(x, owner):
             return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
 
-        # Each is (arrays, structure).
+        # `tree.flatten` gives (arrays, structure).
         gradients, state, weights = map(jax.tree.flatten, self.arguments)
         wholes = [leaf.whole for leaf in self.leaves]
         return (
@@ -247,8 +258,8 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the sources of an array of the optimizer's state, which belongs to the leaf
-        number `owner`, or to none."""
+        """Returns the sources of an array of the optimizer's state with this owner. A `mixes` in
+        them makes `judge` refuse a result that uses the array."""
         # A single number, such as a step count, may be combined with all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
@@ -262,7 +273,8 @@ class _Update:
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses the optimizer if a result is not computed element by element from its own leaf.
+        """Refuses the optimizer if a result is not computed element by element from its own leaf,
+        or from leaves that are split alike.
 
         `results` are the sources of the updates and then of the arrays of the new state.
         """
@@ -276,7 +288,8 @@ class _Update:
             if RIGHT in value.leaves:
                 continue
             sources = value.leaves - {WHOLE}
-            # All sources must be split as the result's own leaf; a result without one takes any.
+            # All sources must be split as the result's own leaf, or, if it has none, as its first
+            # source.
             first = min(sources, default=WHOLE) if owner is None else owner
             for source in sorted(sources - {first}):
                 if not self.split_alike(source, first):
@@ -285,7 +298,8 @@ class _Update:
                     self.refuse(
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
-            # Such an update would be the same on all devices, and so is no shard of an update.
+            # An update made only of whole arrays is the same on all devices, and so is no shard of
+            # an update.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
@@ -299,8 +313,8 @@ class _Update:
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
-        """Raises `UnfitOptimizer` with the reason `why`; it names the leaf `owner` if that is
-        split, else the first leaf that is."""
+        """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
+        is split, else the first leaf that is split."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -308,8 +322,8 @@ class _Update:
             f"{self.at}: each device updates its shards alone, and {fault}. Of {leaf.name}, which "
             f"is split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
             f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
-            "matrices, each on one device. An optimizer that joins the shards itself is let "
-            "through by optimizers.on_shards."
+            "matrices, each on one device. If the optimizer joins the shards itself, wrap it "
+            "in optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
@@ -353,8 +367,10 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the message for gradients of other leaves than the optimizer has state for."""
+        """Returns the message for an optimizer that has state for other leaves than have a
+        gradient."""
         with_gradient = {leaf.path for leaf in self.leaves}
+        # The message names one of the leaves that have only one of the two.
         path = min(with_state ^ with_gradient, key=trees.dotted)
         has, lacks = "optimizer state", "no gradient"
         if path in with_gradient:
@@ -387,6 +403,7 @@ def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
 
 
 def _spelt(names: Collection[str]) -> str:
+    """Returns axis names as Python source: one name, or a tuple of several."""
     names = sorted(names)
     return repr(names[0] if len(names) == 1 else tuple(names))
 
@@ -396,8 +413,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Returns whether an error is one that JAX or optax raises about shapes, or about a state with
-    other leaves."""
+    """Returns whether JAX or optax raised this error about shapes, or about a state with other
+    leaves."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

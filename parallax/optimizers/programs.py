@@ -3,8 +3,9 @@ is done element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
 a fact about the program is true for shards and for whole leaves. Leaves are parameters, named by
-number; a value that "mixes" uses several elements at a time, and so would be wrong on shards. In
-`linear(x, forward=..., backward=..., name=...)` the two functions become one equation of that name.
+number; a value that "mixes" uses several elements at a time, and so would be wrong on shards. `met`
+joins the sources of several values, and `run` follows a program inside an equation. The equation of
+`linear(x, forward=..., backward=..., name=...)` has that name, by which a result can be *marked*.
 """
 
 import dataclasses
@@ -25,8 +26,9 @@ from parallax.collectives.types import axes_of_type, linear
 from parallax.grads.axes import axes_of_several_devices
 from parallax.grads.results import matching_parameters
 
-# They stand among the numbers of leaves: WHOLE for an array that no axis splits, and RIGHT for a
-# result that a wrapper marked as right on shards. The two strings name the marks in the program.
+# Beside the numbers of leaves, which begin at 0: WHOLE stands for any array that no axis splits,
+# and RIGHT for a result that a wrapper marked as right on shards. The two strings are the names of
+# the marks in the program.
 WHOLE, RIGHT = -1, -2
 RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
 
@@ -42,15 +44,16 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
     """
 
     def wrapped(gradients, state, params=None, **extra):
-        """Returns the marked updates and state; on unknown sizes, marked arrays of their types."""
+        """Returns the updates and the state, marked; on unknown sizes, where `update` would fail,
+        marked arrays of the same types."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes tell shares from wholes. "
                 "Pass params."
             )
         weights = None if params is None else matching_parameters(gradients, params)
-        # `checked` traces this function on unknown sizes, on which `update` would fail. Only the
-        # types and the marks of the results matter there: nothing is computed.
+        # `checked` traces this function on unknown sizes. Only the types and the marks of the
+        # results matter there: an update has the type of its parameter, and the state its old type.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -60,7 +63,7 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
 
 def _marked(x: Any) -> Any:
-    """Returns `x`, marked as right on shards."""
+    """Returns `x`, marked as right on shards; anything but an array is returned as it is."""
     if not isinstance(x, jax.Array):
         return x
     # The mark is the name of an equation, since only equations are kept in a traced program.
@@ -68,7 +71,7 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns an array of the type of `like`, marked as right on shards if `x` does not mix."""
+    """Returns `like`, as a result made of `x`: marked as right on shards if `x` does not mix."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -92,7 +95,7 @@ class Value(NamedTuple):
     mixes: str = ""
 
     def __or__(self, second: tuple[Any, ...]) -> "Value":
-        """Returns the value of an array that depends on both."""
+        """Returns the sources of an array that depends on both values."""
         return Value(self.leaves | second[0], self.mixes or second[1])
 
 
@@ -102,7 +105,8 @@ def of_leaf(number: int) -> Value:
 
 
 def same_everywhere(aval: Any) -> Value:
-    """Returns the sources of an array of this type that is the same on all devices."""
+    """Returns the sources of an array of this type that is the same on all devices: a single number
+    has none, since it may be combined with elements of any shard."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
@@ -117,7 +121,7 @@ class _Elements(jaxprs.Following):
     unknown = Value()
 
     def constant(self, aval: Any, value: Any) -> Value:
-        """Returns the sources of an array that the update uses by closure."""
+        """Returns the sources of an array of type `aval` that the update uses by closure."""
         if split_over(aval):
             return Value(mixes="it uses a value from outside that differs between devices")
         return same_everywhere(aval)
@@ -133,10 +137,11 @@ class _Elements(jaxprs.Following):
     def branches(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Returns the sources of the results of a `cond`, from all its branches."""
         choice, *arguments = operands
-        # If the predicate is made of a split leaf, each device would choose by its own shard.
+        # If the predicate is computed from a split leaf, each device would choose by its own shard.
         if choice.mixes or choice.leaves - {WHOLE}:
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
+        # The predicate is the same on all devices. A result joins the sources of all branches.
         every_branch = [self.run(branch, arguments) for branch in eqn.params["branches"]]
         return [
             _elementwise(self.met(values), eqn, var.aval)
@@ -144,23 +149,25 @@ class _Elements(jaxprs.Following):
         ]
 
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
-        """Returns the sources of the result, of type `aval`, of an equation without branches."""
+        """Returns the sources of a result, of type `aval`, of an equation that counts as one
+        operation, even if it has a program inside."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
-        # A reshape or a broadcast of equal numbers, made of no leaf (`not any(value)`), gives equal
-        # numbers. In a leaf it may move elements, so it must keep the shape.
+        # A value without sources (`not any(value)`) has equal numbers, which a reshape or a
+        # broadcast cannot change. In a leaf it may move elements, so it must keep the shape.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
+        # Any other operation is right only if all its operands are whole; then so is its result.
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
     def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
-        """Returns the reason why an equation that is not elementwise is wrong on shards. Returns an
-        empty string if all its inputs are whole."""
+        """Returns the reason why an equation that is not elementwise is wrong on shards, or "" if
+        its operands are whole and its result does not depend on the shard."""
         if operands.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
         # All operands are the same on every device. The result can still depend on the shard: by
@@ -171,7 +178,8 @@ class _Elements(jaxprs.Following):
         if any(map(split_over, returned)) and not any(map(split_over, given)):
             return f"{_operation(eqn)} differs between devices"
         inside = []
-        for body in jaxprs.closed(eqn.params):  # such as a loop's
+        # Equations inside, such as those of a loop's body; its arguments are whole.
+        for body in jaxprs.closed(eqn.params):
             arguments = jaxprs.types(jaxprs.opened(body).invars)
             inside += self.run(body, list(map(same_everywhere, arguments)))
         return self.met(inside).mixes
@@ -183,9 +191,10 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     `value` has the sources of all its operands. If a shard and a whole array are among them, the
     result mixes: element i of the shard is not element i of the whole array.
     """
-    # The exception: updates that `zero.sharded` has gathered are whole, and marked by `RIGHT`.
+    # Updates that `zero.sharded` has gathered are whole, though they are made of shards: they are
+    # marked by `RIGHT`, and vary along no axis.
     both_whole = RIGHT in value.leaves and not split_over(aval)
-    # Nothing more mixes if all operands are whole, or none is.
+    # The equation adds no mixing if all operands are whole, or if none is.
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value
     mixes = f"{_operation(eqn)} combines it with an array that is not split like it"
@@ -207,7 +216,7 @@ def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
     """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
     function closes over. `seen` are the ids of the objects around `x`."""
     match x:
-        # A function may close over itself: do not look into it twice.
+        # A function may close over itself, so an object inside itself is not searched again.
         case _ if id(x) in seen:
             parts = ()
         # A program holds the Python function of a callback, with the values that it closes over.

@@ -7,7 +7,8 @@ An update of a shard is the shard of the update only if the optimizer acts eleme
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
-The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. The bytes
+The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
+number of these dims, and the last of them, dim lead - 1, is divided among the owners. The bytes
 that an update of a leaf of S bytes moves on each link, with n devices of `axis`, are these (by
 matrix, the update itself moves too):
 
@@ -56,12 +57,12 @@ def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` on whole leaves: every device gathers them over `axis`, updates them, and
-    keeps its own share.
+    keeps its own share of the updates.
 
     It is right for any optimizer; the state is whole on each device. Gradients and parameters may
-    both be shares (tensor parallelism, ZeRO-3), or only the gradients (from
-    `zero.reduce_scattered`). The latter is ZeRO-1 without its saving of memory: it replaces
-    `zero.sharded`.
+    both be shares (tensor parallelism, ZeRO-3), or only the gradients may be (from
+    `zero.reduce_scattered`). In the second case it replaces `zero.sharded`, and does not save the
+    memory that ZeRO-1 saves.
 
     Args:
         optimizer: any optimizer.
@@ -101,19 +102,20 @@ def by_matrix(
         axis: all axes over which the optimizer's leaves are split.
         specs: the specs of the shares, a tree like the parameters.
         layers: for globs of paths, the number of leading dims that are layers; the first glob that
-            matches counts. By default a leaf of three dims is [L, I, J]; stacked vectors, [L, I],
-            need `layers={"blocks.**": 1}`, and so does a leaf of more dims.
+            matches counts. By default a leaf of three dims is [L, I, J], and a leaf of fewer has no
+            dim of layers. Stacked vectors, [L, I], and any leaf of more than three dims need a
+            number, as in `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it, so that dims
-            of a convolution or of heads might be taken for layers; the layers on a device do not
+        ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
+            convolution, or of heads, might be taken for layers; the layers on a device do not
             divide by the devices; a dim of layers but the last is split over `axis`; the optimizer
             combines several leaves, as clipping by the global norm does; or as for `whole`.
     """
 
     def leading(path, ndim):
-        """Returns the number of first dims that are layers, 0 for a leaf that is not stacked: by
-        the globs in `layers`, else all dims before the last two."""
+        """Returns the number of first dims that are layers, 0 for a leaf that is not stacked: the
+        number in `layers`, else that of the dims before the last two."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
@@ -122,7 +124,7 @@ def by_matrix(
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
                 "many of the first are layers: a convolution has none, attention weights [L, D, "
-                f"H, K] have one. Pass layers={{{path!r}: 1}}, or its number."
+                f"H, K] have one. Pass layers={{{path!r}: 1}}, or another number of dims."
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
@@ -132,7 +134,7 @@ def by_matrix(
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer`, declared right on shards: `step.make` does not check its update.
+    """Returns `optimizer`, declared right on shards, so that `step.make` does not check its update.
 
     It is for an optimizer that combines the shards itself, with collectives of its own.
     """
@@ -148,8 +150,9 @@ class _Way(NamedTuple):
         name: the dotted path of the leaf.
         lead: the number of its first dims that are layers.
         splits: the dims that `axis` splits, each with its axes.
-        inner: the split of the layers over those axes that split no dim, or nothing. The owners
-            divide the layers over the axes of `splits`, and then over these.
+        inner: one split, of dim lead - 1 over the names in `axis` that split no dim of the leaf;
+            empty if there are no such names. The layers are divided among the owners over the axes
+            of `splits`, and then over these.
     """
 
     name: str
@@ -164,7 +167,7 @@ def _on_owners(
     """Returns `optimizer` with leaves that move to their owners, and updates that move back.
 
     `leads` gives the number of a leaf's first dims that are layers. With `apart`, the layers of a
-    leaf have different owners, so the optimizer must not combine leaves.
+    leaf have different owners, and an optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
     # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
@@ -181,7 +184,7 @@ class _Owners(NamedTuple):
         specs: the specs of the shares, by path.
         leads: from a leaf's path and number of dims to the number of its first dims that are
             layers.
-        apart: whether each layer is updated by one device.
+        apart: whether each layer is updated by one device, as in `by_matrix`.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -195,15 +198,15 @@ class _Owners(NamedTuple):
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
-        # The layers are divided over the axes that split no dim too: otherwise all devices along
-        # those would compute the same updates. Without layers (lead 0) this split is not used.
+        # The layers are also divided over the axes that split no dim: otherwise all devices along
+        # these axes would compute the same updates. Without layers (lead 0) this split is not used.
         others = tuple(axis_name for axis_name in axes_of(self.axis) if axis_name not in done)
         inner_split = [Split(lead - 1, self.axis.over(others))] if others else []
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves with the same layers, which the optimizer sees together: the
-        sizes of their dims of layers, and their paths."""
+        """Returns the groups of leaves that the optimizer sees together, those whose dims of layers
+        have the same sizes: for each group these sizes, and the paths of its leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             layers = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -211,12 +214,13 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups: inside a map for the layers of this device, outside for
-        all layers."""
+        """Returns the state of all groups: inside a map over `axis`, for the layers of this device;
+        outside, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # `rules.optimizer_specs` checks the axes of a state that is made outside a map.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
+        # Only inside a map over the axis are the parameters shares.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
             params = jax.tree.map(_to_owner, params, params, ways)
@@ -225,7 +229,7 @@ class _Owners(NamedTuple):
             _mapped(self.optimizer.init, len(layers))(_only(params, paths))
             for layers, paths in by_layers
         ]
-        # Static fields: `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
+        # `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
         leads = tuple(len(layers) for layers, _ in by_layers)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
@@ -240,12 +244,13 @@ class _Owners(NamedTuple):
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
         one_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
-        # Leaves with different numbers of layers cannot go through one `jax.vmap`.
+        # One group at a time: leaves with different numbers of layers cannot go through one
+        # `jax.vmap`.
         for (layers, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
             members, lead = _only(whole_weights, paths), len(layers)
             if self.apart:
                 _check_apart(one_layer, _first(members, lead), _first(old, lead))
-            # The leaves are whole along `axis` (`gathered`): only a split over another axis counts.
+            # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.
             run = checked(
                 _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
             )
@@ -259,23 +264,23 @@ class _Owners(NamedTuple):
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
     """Returns the splits along which `x` is a share. These are the splits of `weight`, or all
     splits for a gradient of ZeRO-1, whose `weight` is whole."""
-    # Another shape than the weight's: a gradient that was scattered.
+    # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
         return splits
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns the layers of `x` that this device owns, with whole matrices: a leaf without layers
-    is gathered. `x` is a gradient or a parameter, a share or whole."""
+    """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
+    no layers. `x` is a gradient or a parameter, a share or whole."""
     splits = _splits_here(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits)
     layers = way.lead - 1  # the last dim of layers, which is divided among the owners
     _check_divides(x.shape, way)
     for split in way.splits:
-        # Along these axes `x` is whole: the owner takes its layers. A share along a matrix dim is
-        # exchanged for layers, and a share along the layers is on its owner already.
+        # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
+        # for layers, by an all-to-all. A share along the layers is on its owner already.
         if split not in splits:
             x = shards.take(x, [Split(layers, split.axis)])
         elif split.dim > layers:
@@ -284,12 +289,12 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns the update of `weight` split as `weight` is on this device, from the update `x` of
-    the layers that the device owns: the reverse of `_to_owner`."""
+    """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
+    layers that the device owns: the reverse of `_to_owner`."""
     splits = _splits_here(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits)
-    layers = way.lead - 1
+    layers = way.lead - 1  # the last dim of layers
     x = shards.gather(x, way.inner)
     # In reverse: the split that was made last is undone first. Along an axis where `weight` is
     # whole, the layers are gathered; a split matrix dim is restored; split layers stay.
@@ -309,7 +314,7 @@ def _mapped(f: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def _only(tree: PyTree, paths: list[Any]) -> PyTree:
-    """Returns `tree` with None for all leaves but those at `paths`."""
+    """Returns `tree` with only the leaves at `paths`, and None in place of all others."""
     return jax.tree.map_with_path(lambda path, x: x if path in paths else None, tree)
 
 
@@ -319,8 +324,8 @@ def _first(tree: PyTree, lead: int) -> PyTree:
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuses a split of a dim of layers that is not the last one: only that one is divided among
-    the owners."""
+    """Refuses a split of a dim of layers that is not the last one: only the last one is divided
+    among the owners."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -332,10 +337,11 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
-    """Refuses layers that do not divide by the owners. `shape` is the shape of the leaf on a
-    device."""
-    layers = way.lead - 1
-    # A split of the layers themselves has already divided them.
+    """Refuses layers on a device that do not divide by the number of their owners. `shape` is the
+    shape of the leaf, which has layers, on a device."""
+    layers = way.lead - 1  # the last dim of layers
+    # The splits that still divide these layers: of the matrix dims, and `inner`. A split of the
+    # layers themselves has done so already.
     inside = [split for split in way.splits if split.dim > layers]
     owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
     if shape[layers] % owners:
@@ -347,8 +353,8 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuses an optimizer that draws random numbers, or whose update of one leaf depends on
-    another. `weights` and `state` are shapes of one layer."""
+    """Refuses an optimizer that draws random numbers, or whose update or state of one leaf depends
+    on another leaf. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     owners = owners_of_state(state, paths)
     # The gradients have the shapes of the weights.
