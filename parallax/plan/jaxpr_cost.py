@@ -8,9 +8,11 @@ message or a loop needs it as an array. An expensive one with several readers is
 element by element, so that it may be written over one of them.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
-equations take the operands, which results are `used`, and how many `readers` each result has.
-`times` is the product of the trips of the loops around. `at` is a call of the caller's, whose line
-the equations inside a function of JAX get; else None.
+equations take the operands, whether each result is `used`, and how many `readers` it has.
+`self.times` is the product of the trips of the loops around. `self.at` is a call in the caller's
+code, whose line the equations inside a function of JAX get; else None. `self.needed` tells which
+operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies
+that a compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -34,10 +36,11 @@ class Reading:
     def __init__(self, platform: str, habits: compiler_copies.Backend):
         """Begins a walk for a platform, such as "cpu", and its compiler's `habits`."""
         self.platform, self.habits = platform, habits
-        self.products: Counter[str] = Counter()  # operations of products, by the operands' type
-        self.lines: Counter[str] = Counter()  # the same, by the caller's line
+        # The floating-point operations of matmuls, by the type of their operands.
+        self.products: Counter[str] = Counter()
+        self.lines: Counter[str] = Counter()  # the same operations, by the caller's line
         self.read, self.written = 0, 0  # bytes
-        self.messages: Counter[Message] = Counter()
+        self.messages: Counter[Message] = Counter()  # the number of calls of each collective
         self.unbounded: list[str] = []  # lines of loops whose number of trips is not known
         self.frames = [Frame()]  # the innermost is last
         self.times = 1  # trips of all loops around, multiplied
@@ -47,8 +50,9 @@ class Reading:
         # The caller's equation, if the equations inside it have no line of the caller's.
         self.at: JaxprEqn | None = None
         self.needed = Needed()
-        self.literals: dict[Any, Value] = {}
-        # By id; the equation is kept so that no other gets its id.
+        self.literals: dict[Any, Value] = {}  # by type and value
+        # The programs of the library's collectives, by the id of the equation. The equation is
+        # kept, so that no other equation gets its id.
         self.opened: dict[int, tuple[JaxprEqn, Jaxpr]] = {}
 
     # Values
@@ -64,13 +68,14 @@ class Reading:
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Holds a value from now on, and returns its buffer. Returns None for a value of at most 64
-        bytes that is made only of literals, which needs no memory."""
+        """Gives a value a buffer, if it has none, and returns the buffer. A value of at most 64
+        bytes that is made only of literals needs no memory: returns None."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
                 return None
             buffer = Buffer(root.bytes, self.at or root.eqn)
+            # It may be written over a buffer of its size that it reads element by element.
             over = tuple((buffer, under) for under in root.near if under.bytes == buffer.bytes)
             self.emit(
                 Operation(tuple(root.reads), (buffer,), over),
@@ -90,10 +95,10 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """Returns the k-th result of an equation that reads `reads`, held in a buffer.
+        """Returns the k-th result of an equation that reads the values `reads`, held in a buffer.
 
-        The result may be written over one of `over`. With `part`, only that many bytes of it are
-        read and written, as in an update of a slice.
+        The result may be written over one of the values `over`. With `part`, the operation reads
+        that number of bytes and writes as many, as in an update of a slice.
         """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
@@ -106,8 +111,8 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns a result that each reader computes anew. It reads the buffers of its operands; a
-        slice reads at most its own size of each."""
+        """Returns the first result of an equation, which each reader computes anew. It reads the
+        buffers of its operands; a slice reads at most its own size of each."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -115,7 +120,8 @@ class Reading:
         for operand in operands:
             for base, size in operand.root.reads.items():
                 reads[base] = max(reads.get(base, 0), min(size, value.bytes) if is_slice else size)
-            # An elementwise operation; a view, such as a broadcast, may move elements.
+            # An elementwise operation reads an operand of its size element by element. A view, such
+            # as a broadcast or a `rev`, may move elements.
             if eqn.primitive.name not in primitives.VIEWS and operand.bytes == value.bytes:
                 near |= operand.root.near
         value.reads, value.near = reads, frozenset(near)
@@ -138,7 +144,7 @@ class Reading:
         """
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {var: self._constant(var) for var in jaxpr.constvars}
-        # For each equation, which of its results are needed; None for an equation without any.
+        # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
         # How many operations read each variable.
         uses = Counter(
@@ -156,6 +162,7 @@ class Reading:
                 operands = [self._read(atom, known) for atom in eqn.invars]
                 results = self._once(eqn, operands, needed, [uses[var] for var in eqn.outvars])
                 known |= zip(eqn.outvars, results, strict=True)
+        # A result that nobody needs is an empty value.
         return [
             self._read(atom, known) if is_used else self._read(None, known)
             for atom, is_used in zip(jaxpr.outvars, used, strict=True)
@@ -169,8 +176,8 @@ class Reading:
     def _read(self, atom: Any, known: Mapping[Any, Value]) -> Value:
         """Returns the value of a variable or a literal. Equal literals share one value.
 
-        None, or a variable that nothing has computed because nobody needs it, gives an empty value,
-        which reads no buffer and has no bytes.
+        None gives an empty value, which reads no buffer and has no bytes. So does a variable that
+        was not computed, since nobody needs it.
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
@@ -182,14 +189,17 @@ class Reading:
     def _once(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of an equation. If the frame has computed the same equation of the
-        same operands before, it returns those results, as XLA computes them only once.
+        """Returns the results of an equation. If the frame has computed an equal equation of the
+        same operands before, it returns the results of that one, since XLA computes them only once.
 
-        Equations with inner programs, barriers and effects always run anew.
+        An equation that has an inner program or an effect, a barrier, and a collective of this
+        library are always computed anew.
         """
+        # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
+        # The same numbers in another shape have the same root, so the type belongs to the key.
         roots = tuple((id(value.root), str(value.aval)) for value in operands)
         key = (
             eqn.primitive.name,
@@ -208,8 +218,8 @@ class Reading:
     def _equation(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of an equation: of control flow, of a call, which is walked in place,
-        or of an operation."""
+        """Returns the results of an equation: of control flow, of a call such as `jit`, whose jaxpr
+        is walked in place, or of an operation."""
         name = eqn.primitive.name
         control = {
             "shard_map": self._shard_map,
@@ -222,8 +232,8 @@ class Reading:
         if name == types.linear_p.name:
             return self._linear(eqn, operands, used, readers)
         if (inner := jaxprs.called(eqn)) is not None:
-            # The backward pass of `jax.checkpoint`: its barrier keeps XLA from reusing the forward
-            # pass's values.
+            # The backward pass of `jax.checkpoint`, which computes values again. Its barrier keeps
+            # XLA from using those of the forward pass, so its operands become values of their own.
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = [self._apart(value) for value in operands]
             return self._inlined(
@@ -240,15 +250,16 @@ class Reading:
         return results
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of one of the library's linear collectives, whose program is traced
-        once per equation."""
+        """Returns the results of a collective of this library, whose program is traced once per
+        equation. The program's lines are the library's, so the caller's line stands for them."""
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns a value behind a barrier: held, and distinct from the value before the barrier,
-        so that equations which read the two are not equal. A value of literals stays as it is."""
+        """Returns a value behind a barrier: held, and distinct from the value before the barrier.
+        `_once` then finds no equality between an equation that reads the one and an equation that
+        reads the other. A value that is made only of literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -260,8 +271,9 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        An elementwise operation is fused. A reduction computes its operands as it reads them. All
-        others need their operands as arrays, and hold their results.
+        An elementwise operation or a view is fused, and an index reads no memory. All other
+        operations hold their results. They need their operands as arrays, except a reduction, which
+        computes its operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -272,6 +284,7 @@ class Reading:
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
             return [self._update(eqn, operands)]
+        # Reductions, and products of vectors, which compilers run as a multiplication and a sum.
         fuses_operands = name in primitives.READERS or (
             name in primitives.PRODUCTS and not primitives.is_product(eqn)
         )
@@ -283,7 +296,7 @@ class Reading:
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
         if name in primitives.COLLECTIVES:
-            along = primitives.axes(eqn, self.sizes)
+            along = primitives.axes(eqn, self.sizes)  # without those of one device, which send none
             for value in results if along else ():
                 if not value.bytes:  # such as half of one number; XLA drops an empty message
                     continue
@@ -294,7 +307,8 @@ class Reading:
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
         """Returns the result of an elementwise operation or a view. A reshape keeps its operand as
-        `source`; an expensive operation (`jaxprs.DEAR`) with several readers is held."""
+        `source`, and so has the operand's root. An expensive operation (`jaxprs.DEAR`) with several
+        readers is held, unless it reads only literals."""
         value = self._fused(eqn, operands)
         if eqn.primitive.name in primitives.SAME:
             value.source = operands[0].root
@@ -314,11 +328,11 @@ class Reading:
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """Returns the first operand with a part of it rewritten, in the same place if nobody else
-        needs the old numbers."""
+        """Returns the first operand with a part of it rewritten. It is rewritten in place if no
+        later operation reads the old numbers."""
         self.hold(operands[0])
-        # The operands are (array, update, ...) in a slice's update, and (array, indices, updates)
-        # in a scatter.
+        # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
+        # (array, indices, updates) in a scatter.
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
         )
@@ -340,6 +354,7 @@ class Reading:
                 root.buffer.bytes = nbytes(var.aval)
             inside = Value(
                 var.aval,
+                # A fused argument reads at most the buffers' new sizes.
                 {base: min(size, base.bytes) for base, size in root.reads.items()},
                 buffer=root.buffer,
             )
@@ -350,21 +365,22 @@ class Reading:
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a conditional. Only one branch counts: the one with most products,
-        then messages, then memory.
+        """Returns the results of a conditional. Only one branch counts: the one with the most
+        operations of products, or if they are equal the most messages, or else the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
-        platform decides, its branch is walked in place.
+        platform decides, only its branch is walked, in place.
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        if index.branch is not None:
+        if index.branch is not None:  # The index is that of a platform.
             return self._inlined(
                 eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None
             )
         for value in operands:
             self.hold(value)
-        before, largest = self._counted(), None  # key, counts and peak of the largest branch
+        # `largest` becomes the key, the counts and the peak of the largest branch so far.
+        before, largest = self._counted(), None
         for branch in branches:
             self._count(before)
             self.frames.append(Frame())
@@ -378,6 +394,7 @@ class Reading:
         self._count(largest[1])
         results = [Buffer(nbytes(aval), self.at or eqn) for aval in jaxprs.types(eqn.outvars)]
         reads = tuple({base for value in (index, *operands) for base in value.root.reads})
+        # The conditional is one operation, with the branch's peak as `inner`.
         self.emit(Operation(reads, tuple(results), (), largest[2].bytes, largest[2].held))
         return [
             Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
@@ -395,8 +412,8 @@ class Reading:
         )
 
     def _count(self, counted) -> None:
-        """Sets all counts back to those that `_counted` returned; copies of them, which may be used
-        again."""
+        """Sets all counts back to `counted`, a result of `_counted`. The counters are copied, so
+        that `counted` can be used again."""
         products, lines, self.read, self.written, messages = counted
         self.products, self.lines, self.messages = (
             Counter(products),
@@ -405,91 +422,110 @@ class Reading:
         )
 
     def _scan(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a scan, whose operands are constants, carries and stacked arrays
-        [length, ...], and whose results are carries and stacked arrays.
+        """Returns the results of a scan: carries, then stacked arrays [length, ...]. Its operands
+        are constants, carries and stacked arrays.
 
         A scan of one trip is no loop: its body is walked in place.
         """
         body, length = jaxprs.inner(eqn)[0], eqn.params["length"]
-        constants, carries = jaxprs.scan_parts(eqn)  # how many
-        split = constants + carries
+        constants, carries = jaxprs.scan_parts(eqn)  # their numbers
+        split = constants + carries  # the index of the first stacked operand
         if length == 1:
             pairs = zip(operands[split:], body.invars[split:], strict=True)
             arguments = operands[:split] + [self._reshaped(*pair) for pair in pairs]
             results = self.run(body, arguments, used, readers)
             stacked = zip(results[carries:], eqn.outvars[carries:], strict=True)
             return results[:carries] + [self._reshaped(*pair) for pair in stacked]
-        # The results of the body that are needed outside or by the next trip, and the operands of
-        # the body that these need.
-        counts = self.needed.of_scan(eqn, used)
-        wanted = self.needed(body, counts)[0]
+        # Whether each result of the body is needed, outside or by the next trip, and whether these
+        # results need each operand of the body.
+        needed_results = self.needed.of_scan(eqn, used)
+        wanted = self.needed(body, needed_results)[0]
         sliced = [
             self._slice(*stack)
             for stack in zip(operands[split:], body.invars[split:], wanted[split:], strict=True)
         ]
         return self._loop(
-            eqn, body, (operands[:constants], operands[constants:split], sliced), counts, length
+            eqn,
+            body,
+            (operands[:constants], operands[constants:split], sliced),
+            needed_results,
+            length,
         )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a while loop, whose number of trips is unknown: one is counted.
+        """Returns the results of a while loop. Its number of trips is unknown, so one is counted.
 
-        Its operands are the condition's constants, which are not read here, the body's constants,
-        and the carries.
+        Its operands are the condition's constants, the body's constants, and the carries. The
+        condition is not walked.
         """
-        first, second = (
+        first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
             eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
         )
         self.unbounded.append(self.line(eqn))
         body = jaxprs.opened(eqn.params["body_jaxpr"])
+        # A while loop has no stacked arrays. Its condition may read any carry, so all are needed.
         return self._loop(
-            eqn, body, (operands[first:second], operands[second:], []), [True] * len(eqn.outvars), 1
+            eqn,
+            body,
+            (operands[first_of_body:first_carry], operands[first_carry:], []),
+            [True] * len(eqn.outvars),
+            1,  # trip
         )
 
     def _loop(
-        self, eqn, body: Jaxpr, parts: Sequence[list[Value]], counts: Sequence[bool], trips: int
+        self,
+        eqn,
+        body: Jaxpr,
+        parts: Sequence[list[Value]],
+        needed_results: Sequence[bool],
+        trips: int,
     ) -> list[Value]:
         """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
 
         The body is walked once, in a frame of its own. The loop is one operation of the frame
         around, with the peak of the body as `inner`. A carry has one buffer, which each trip
-        rewrites in place: it is the loop's result too. The buffers of the stacked results are there
-        before the loop begins.
+        rewrites in place, and which holds the loop's result at the end. The buffers of the stacked
+        results exist before the loop begins.
 
         Args:
             eqn: the loop.
             body: its jaxpr.
             parts: constants, starts of the carries, and slices of the stacked operands.
-            counts: whether each result of the body is needed.
-            trips: by which the counts of the body are multiplied.
+            needed_results: whether each result of the body is needed: carries, then slices.
+            trips: the number by which the counts of the body are multiplied.
         """
         constants, starts, sliced = parts
-        wanted = self.needed(body, counts)[0]  # for all operands of the body, constants first
+        # Whether each operand of the body is needed: constants first, then carries, then slices.
+        wanted = self.needed(body, needed_results)[0]
         for value, is_wanted in zip(constants, wanted, strict=False):
-            # The loop itself computes a constant that is made only of literals.
+            # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
         carried = [
             self._start(eqn, value, var.aval, is_needed)
-            for value, var, is_needed in self._carries(body, constants, starts, counts)
+            for value, var, is_needed in self._carries(body, constants, starts, needed_results)
         ]
         stacked = [
             Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn)
             for var, is_needed in zip(
-                eqn.outvars[len(starts) :], counts[len(starts) :], strict=True
+                eqn.outvars[len(starts) :], needed_results[len(starts) :], strict=True
             )
         ]
-        # Taken now, since the body may hold a value and so change its reads.
+        # Read before the walk of the body, which may hold a value and so change its reads.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
         self.times *= trips
-        results = self.run(body, [*constants, *carried, *sliced], counts, [1] * len(counts))
+        # Each result has one reader, `[1] * ...`: the next trip, or the stacked array.
+        results = self.run(
+            body, [*constants, *carried, *sliced], needed_results, [1] * len(needed_results)
+        )
         ends = [
             self.hold(value) if is_needed else None
-            for value, is_needed in zip(results, counts[: len(starts)], strict=False)
+            for value, is_needed in zip(results, needed_results[: len(starts)], strict=False)
         ]
-        for value, is_needed in list(zip(results, counts, strict=True))[len(starts) :]:
+        # A trip writes its slice of each stacked result into the buffer from before the loop.
+        for value, is_needed in list(zip(results, needed_results, strict=True))[len(starts) :]:
             if is_needed:
                 bases = value.root.reads
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
@@ -506,8 +542,9 @@ class Reading:
         copied_stacks = compiler_copies.beside(eqn, stacked, self.habits)
         cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
         innermost = not any(operation.inner for operation in operations)
-        # An innermost loop keeps some bytes in the chip's own memory, of which the loops around it
-        # have equal shares.
+        # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
+        # subtracted: `habits.near` in a loop of the program itself, half of that in a loop inside
+        # one other loop, and so on.
         near = self.habits.near // len(self.frames) if innermost else 0
         inner = max(0, peak.bytes - near) + sum(size for size, _ in cut)
         self.emit(
@@ -519,8 +556,9 @@ class Reading:
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
-        """Returns the copies, with their bytes, that a backend makes of a backward loop's slices if
-        the loop is unrolled: `habits.slices` of each for every further layer in its body."""
+        """Returns the copies that a backend makes of a backward loop's slices if the loop is
+        unrolled, each with its bytes: `habits.slices` copies for every layer in the loop's body
+        after the first. A loop that runs forward has none."""
         if not eqn.params.get("reverse", False):
             return []
         count = self.habits.slices * (eqn.params.get("unroll", 1) - 1)
@@ -536,13 +574,13 @@ class Reading:
         return zip(starts, body.invars[len(constants) :], counts, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
-        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. It
-        takes the place of `value` if nobody else reads that later."""
+        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. The
+        carry is written over `value` if no later operation reads `value`."""
         if not is_needed:
             return Value(aval, {})
         root = value.root
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
-        near = [root.buffer] if root.buffer else root.near
+        near = [root.buffer] if root.buffer else root.near  # the buffers that it may overwrite
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
             Operation(tuple(root.reads), (buffer,), over),
@@ -552,11 +590,11 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:
-        """Returns one trip's slice, in the body's variable `var`, of an array that a scan goes
-        through.
+        """Returns the slice of a scan's stacked operand `value` in one trip: the body's variable
+        `var`.
 
-        If the body needs it (`wanted`), the whole array is held before the loop. The slice itself
-        has no buffer: its readers read at most its own bytes of the array.
+        If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
+        itself has no buffer: its readers read at most its own bytes of the array.
         """
         if wanted:
             self.hold(value)
@@ -567,7 +605,7 @@ class Reading:
 
     @staticmethod
     def _reshaped(value: Value, var: Any) -> Value:
-        """Returns the same numbers with the type of `var`, as a view of `value`."""
+        """Returns a view of `value`: the same numbers with the type of `var`."""
         inside = Value(var.aval, value.root.reads, eqn=value.root.eqn)
         inside.source = value.root
         return inside

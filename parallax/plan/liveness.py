@@ -5,7 +5,8 @@ A frame is a program or the body of a loop: a list of operations, each with the 
 reads and writes. A buffer lives from the operation that writes it to the last one that reads it.
 An operation that reads an operand element by element, or updates a part of it, writes its result
 over the operand if nothing reads the operand later. The buffers that are written over each other
-share one *place*.
+share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
+constant of the whole step, which is no temporary.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class Buffer:
         `carry` marks a loop's carry, which may be written over the array that it starts from.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
-        self.into: Buffer = self  # the buffer that it is written over, if not itself
+        # The buffer that this one is written over; itself if there is none.
+        self.into: Buffer = self
 
     @property
     def place(self) -> "Buffer":
@@ -59,9 +61,10 @@ class Operation(NamedTuple):
     Attributes:
         reads: the buffers that it reads.
         writes: the buffers that it makes.
-        over: pairs of a buffer that it makes, and a buffer over which it may write it.
-        inner: for a loop, the peak bytes of its body's temporaries, beside the buffers above.
-        held: the temporaries in that peak, with their bytes.
+        over: pairs of a buffer that it makes, and a buffer that the first may be written over.
+        inner: for a loop or a branch, the peak bytes of its own temporaries, without the buffers
+            above; else 0.
+        held: the temporaries in that peak, each with its bytes.
     """
 
     reads: tuple[Buffer, ...]
@@ -77,7 +80,8 @@ class Peak(NamedTuple):
     Attributes:
         bytes: the bytes of all of them.
         held: each of them, with its bytes.
-        at: the index of the operation that runs then.
+        at: the index of the operation that runs then; the number of operations if the peak comes
+            after the last one.
     """
 
     bytes: int
@@ -93,17 +97,19 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """Returns the fullest moment of a frame. Sets the `place` of its buffers.
+    """Returns the temporaries of a frame at its fullest moment. Sets the `place` of its buffers.
 
     Args:
         operations: the operations, in the order in which they run.
         results: buffers that live to the end of the frame.
-        given: buffers of the frame around that this one may write over: a loop's carries.
-        carried: for a loop, the buffers of each carry at the end of a trip and at its beginning.
-        early: whether the results of loops are allocated at the start of the frame.
+        given: for a loop's body, the buffers of its carries, which belong to the frame around; the
+            body may write over them.
+        carried: for a loop's body, each carry's buffers at the end and at the beginning of a trip.
+        early: whether the results of loops are allocated at the start of the frame, as by some of
+            XLA's backends, or else when their loop runs.
     """
     end = len(operations)
-    # The index of the operation that last uses each buffer.
+    # The index of the operation that last uses each buffer; `end` for a result.
     last: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
         for buffer in (*operation.reads, *operation.writes):
@@ -111,9 +117,8 @@ def peak(
     last |= dict.fromkeys(results, end)
     written_here = {buffer for operation in operations for buffer in operation.writes}
     may_overwrite = written_here | set(given)
-    # For each place, the last use of any buffer in it; for each buffer, when it is made.
-    until: dict[Buffer, int] = {}
-    born: dict[Buffer, int] = {}
+    until: dict[Buffer, int] = {}  # for each place, the last use of any buffer in it
+    born: dict[Buffer, int] = {}  # for each buffer, the operation that makes it
     for k, operation in enumerate(operations):
         for made in operation.writes:
             # Only loops have an `inner` peak.
@@ -121,18 +126,21 @@ def peak(
             until[made] = last[made]
         for made, under in operation.over:
             place = under.place
-            # No later operation may read `under`, or any other buffer in its place.
+            # No later operation may read `under`, or any other buffer in its place. Operation k
+            # itself may (<=): it reads each element before it writes that element.
             if (
                 under in may_overwrite
                 and last.get(under, -1) <= k
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
-                # The carry of a loop that is a result of the step is no temporary, nor is the array
-                # that it starts from.
+                # If a loop's carry is a result of the step, the loop starts in the memory of that
+                # result. The array that the carry starts from is then no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
-    # A carry's new array takes the old one's place if the trip no longer reads that.
+    # A carry's new array takes the place of its old one if all operations that read the old one
+    # have ended. The operation that makes the new array must not read it (<): it does not go
+    # element by element, or the new array would have been written over the old one above.
     for made, under in carried:
         if (
             made in born
@@ -140,14 +148,15 @@ def peak(
             and max(last.get(under, -1), until.get(under, -1)) < born[made]
         ):
             made.into = under
-    # Bytes that come, minus bytes that go, at each operation. The running sum is what lives.
+    # At each operation, the bytes of the places that begin to live, minus those that have ended.
+    # Their running sum `level` is the bytes that live. A result ends at `end + 1`.
     change = [0] * (end + 2)
     for buffer in written_here:
         if buffer.place is buffer and not buffer.fixed:
             change[born[buffer]] += buffer.bytes
             change[until[buffer] + 1] -= buffer.bytes
     best, at, level = 0, 0, 0
-    for k in range(end + 1):
+    for k in range(end + 1):  # k = end is the moment after the last operation
         level += change[k]
         total = level + (operations[k].inner if k < end else 0)
         if total > best:

@@ -7,13 +7,14 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` has the calls of each part in a step (`Sizes`; `leaves` are transposes of the
-embedding), and `again` the operations that the backward pass runs again (`Recomputed`). `stream` is
-the bytes of the residual stream on a device. `compute` and `wide` are the bytes of a number that
-the model computes, and of one that it sums.
+In `_Step`, `size` has the calls of each part in a step (`Sizes`; `size.leaves` counts transposes of
+the embedding, `self.leaves` are arrays), and `again` the operations that the backward pass runs
+again (`Recomputed`). `stream` is the bytes of the residual stream on a device, which has one of
+`parts` parts of its tokens. `compute` and `wide` are the bytes of a number that the model computes,
+and of one that it sums. `shards` are the axes over which ZeRO splits.
 
-A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter sends half of
-that, and so does an all-gather to S bytes.
+A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
+sends half of that, and so does an all-gather whose result has S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
 section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
@@ -57,8 +58,8 @@ class Term(NamedTuple):
 
     Attributes:
         what: a name for the data that it moves.
-        axes: the mesh axes along which it moves them, without those of one device.
-        collective: the function that moves them.
+        axes: the mesh axes along which it moves the data, without those of one device.
+        collective: the function that moves the data.
         nbytes: bytes of the array that the function takes on each device.
         times: calls per step.
         n: devices on all of these axes together.
@@ -75,9 +76,10 @@ class Term(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """The cost of one call. A collective of `jax.lax` sends the bytes of its result, and takes
-        the time of halving; `lax.pmax` takes that of one hop."""
+        """The cost of one call. A collective of `jax.lax` counts as one message of the bytes of its
+        result, and takes the time of halving; `lax.pmax` takes the time of one hop."""
         if self.collective is lax.pmax:
+            # hops, bytes over the busiest link, bytes sent, messages, bytes reduced
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
             return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
@@ -88,7 +90,8 @@ class Term(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step: the results of the program's collectives."""
+        """Bytes that a device sends in a step, as certificates count them: the bytes of the
+        collectives' results in the compiled program."""
         return self.times * self.cost.sent
 
 
@@ -97,7 +100,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         sequences: sequences of the microbatch.
-        tokens: tokens of all of these, on a device of the context axis.
+        tokens: tokens of these sequences that a device of the context axis has.
         layers: layers that one call of a stage runs.
         forward: calls of a stage forward.
         backward: calls of a stage backward.
@@ -127,8 +130,8 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
     `batch` sequences.
 
-    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run too, on
-    garbage. A lane then counts in every tick in which any stage has a job for it.
+    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run them too,
+    on garbage. A lane then counts in each tick in which at least one stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -194,8 +197,8 @@ class _Step:
     """The terms of one step, one method for each cause."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. `axes` become all axes with their algorithms; `shards`
-        are those over which ZeRO splits, and `parts` the parts of the residual stream's tokens."""
+        """Takes the arguments of `terms`. From them it sets the axes with their algorithms, and the
+        bytes that the module's docstring defines. A sum has float32 numbers (4 bytes) or wider."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -204,9 +207,7 @@ class _Step:
         self.compute = itemsize if layout.precision == "full" else short
         self.leaves = state_bytes.leaves(config, layout)
         self.parts = layout.token_shards
-        self.stream = (
-            self.size.tokens * config.width // self.parts * self.compute
-        )  # the residual stream, bytes on a device
+        self.stream = self.size.tokens * config.width // self.parts * self.compute
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
         """Returns a `Term` along `axes`, in the mesh's order and without those of one device.
@@ -224,8 +225,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """Returns the axes along which each call moves an array. One call takes all neighbouring
-        axes that have the same algorithm; the calls follow each other."""
+        """Returns the axes in groups, one group for each call that moves an array. A call takes all
+        neighbouring axes with the same algorithm. Axes of one device are left out."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -242,13 +243,14 @@ class _Step:
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the term of each group of an all-reduce of `nbytes` on each device."""
+        """Yields the terms of an all-reduce of `nbytes` on each device: one for each group of axes
+        with the same algorithm."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the term of each group of a reduce-scatter, from the first axis to the last. A
-        group leaves 1/n of the bytes for the next."""
+        """Yields the terms of a reduce-scatter of `nbytes` on each device: one for each group of
+        axes, the first axis first. Each group leaves 1/n of the bytes for the next group."""
         for group in self.groups(over):
             yield self.term(
                 what, group, self.algorithm(group).reduce_scatter, nbytes, times, itemsize
@@ -256,24 +258,25 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the term of each group of an all-gather, from the last axis to the first. A group
-        hands n times the bytes to the next."""
+        """Yields the terms of an all-gather, of which each device has `nbytes` before it: one for
+        each group of axes, the last axis first. Each group hands n times its bytes to the next."""
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
             nbytes *= self.size_of(group)
 
     def inside_layers(self) -> Iterator[Term]:
-        """Yields the messages of tensor parallelism. Each layer has 4 all-reduces, or with
-        `sequence` 4 all-gathers and 4 reduce-scatters, and those that run again."""
-        size, again, stage = self.size, self.again, int(self.again.whole_stage)
+        """Yields the messages of tensor parallelism. Each pass of a layer, forward or backward, has
+        2 all-reduces, or with `sequence` 2 all-gathers and 2 reduce-scatters. Those that the
+        backward pass runs again are added."""
+        size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
-        # A stage that runs again runs its whole forward pass. If it has only one layer, its last
-        # sum is not needed.
+        # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
+        # leaves out its last sum, which no gradient needs, only if there is no loop over layers.
         gathers = in_both_passes + size.backward * (
-            size.layers * again.gathers + stage * 2 * size.layers
+            size.layers * again.gathers + whole_stage * 2 * size.layers
         )
         sums = in_both_passes + size.backward * (
-            size.layers * again.sums + stage * (2 * size.layers - (size.layers == 1))
+            size.layers * again.sums + whole_stage * (2 * size.layers - (size.layers == 1))
         )
         if self.layout.sequence:
             yield from self.halves("tokens gathered", gathers, "sums scattered", sums)
@@ -291,13 +294,14 @@ class _Step:
         """Yields the messages of ring attention. Keys and values go round the ring in each pass,
         and in the backward pass their gradients follow them, in float32 or wider."""
         size, n = self.size, self.layout.context
-        # Numbers on a device. Each message of keys has one of equally many values beside it, so
-        # messages count twice.
+        # The numbers of the keys on a device. The values have as many, and go in messages of their
+        # own, so each hop counts as two messages.
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
         again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # A forward pass that runs again shares its first message with the backward pass. For n <= 3
-        # no loop is left between the messages, and XLA shares them all.
+        # Attention's forward pass runs again if a sum of the layer or the whole stage does. It then
+        # shares its first message with the backward pass, so n - 2 are added. For n <= 3 there is
+        # no loop between the messages, and XLA shares them all.
         hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
@@ -309,6 +313,7 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor."""
         size, both = self.size, ("stage", "tensor")
+        # The embedding sums its rows over both axes, and the head the cotangent of its input.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
@@ -317,9 +322,10 @@ class _Step:
             yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
         else:
             yield from self.all_reduce("vocabulary", both, self.stream, ends)
-        # The loss is computed for blocks of tokens. For each token it needs the largest logit, and
-        # two sums: of exponentials, and the target's logit.
-        blocks = -(-size.tokens // BLOCK_TOKENS)
+        # The loss is computed for blocks of tokens. For each token it needs the largest logit and
+        # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
+        # one device has.
+        blocks = -(-size.tokens // BLOCK_TOKENS)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
@@ -328,11 +334,14 @@ class _Step:
 
     def between_stages(self) -> Iterator[Term]:
         """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
-        the gradients of parameters that all stages share.
+        the gradients of parameters that all stages share. With `sequence` also yields the sums over
+        `tensor` of gradients of which each tensor device has only those of its tokens.
 
         The vocabulary is split over the stages. So all of them need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.
         """
+        # With `split_sends` each tensor device sends one part of an activation, and the parts are
+        # gathered after the hop.
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
@@ -344,6 +353,7 @@ class _Step:
             "ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads
         )
         for leaf in self.leaves:
+            # `leaf.axes` split the leaf. Along any other axis each device has it.
             if "stage" not in leaf.axes:
                 yield from self.gradient("shared gradients", leaf, "stage")
             if self.layout.sequence and "tensor" not in leaf.axes:
@@ -351,12 +361,13 @@ class _Step:
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
         """Returns whether each microbatch scatters a leaf's gradients, so that a device sums only
-        its share; else it sums the whole gradient."""
+        its share of them; else the device sums whole gradients. `leaf.block` says whether the leaf
+        belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
-        """Yields the all-reduce of a leaf's gradient along `axis`: of a share of it if ZeRO-2, or
-        for the layers ZeRO-3, has already scattered it."""
+        """Yields the all-reduce of a leaf's gradient along `axis`. Only a share is reduced if
+        ZeRO-2, or for a layer's leaf ZeRO-3, has already scattered the gradient."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
@@ -373,9 +384,9 @@ class _Step:
             if not leaf.split:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            # Each step scatters a leaf's gradients once, and gathers its updated shares once. The
-            # cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each microbatch, and
-            # ZeRO-3 gathers parameters in the type of the computation.
+            # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares
+            # once. The cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each
+            # microbatch, and ZeRO-3 gathers parameters in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters, gathers, part = (
                 self._scatters(leaf) if self.shares_sums(leaf) else 1,
@@ -392,30 +403,33 @@ class _Step:
                     gathers = self._gathers(leaf) * layers
                     share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
-            # The share has `self.wide` bytes for each number; `gathered` are gathered.
+            # `share` counts `self.wide` bytes for each number, and `gathered` bytes are gathered.
             yield from self.all_gather(
                 "parameters gathered", over, share // self.wide * gathered, gathers, gathered
             )
         yield from self.all_reduce("loss", over, self.wide, 1, self.wide)
-        # Groups of replicas (HSDP) then add up their shares of the gradients, and the loss.
+        # Groups of replicas (HSDP) then add up their shares of the gradients, and the loss, which
+        # is one number. ZeRO splits only within a group.
         for nbytes in [*(leaf.share * self.wide for leaf in self.leaves), self.wide]:
             yield from self.all_reduce("shares between groups", ("replica",), nbytes, 1, self.wide)
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass gathers
-        it, also one that runs again, and each backward pass that reads it."""
+        """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
+        stage gathers the leaf, also a pass that runs again. Each backward pass gathers it if it
+        reads it, which `IDLE` and `ADDED` deny."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
-        # The leaves that a backward pass does not read.
+        # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            # No loop over layers is left, so XLA gathers once for all forward passes.
+            # There is no loop over layers, so XLA gathers once for all forward passes, also for
+            # those of a stage that runs again.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often a step scatters a leaf's gradients under ZeRO-2: once per microbatch,
-        in a pipeline in each tick of a lane that makes them.
+        """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
+        microbatch, or in a pipeline in each tick of a lane that makes these gradients.
 
         A lane that does not make them scatters zeros. XLA sends the zeros of a ring once for all
         leaves of one shape, and drops those of `lax.psum_scatter`.
@@ -439,11 +453,12 @@ class _Step:
 
     def over_all(self) -> Iterator[Term]:
         """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
-        One more, over all of these axes, tells all devices whether the update is finite.
+        Then yields one over all of these axes, which tells all devices whether the update is
+        finite.
 
-        Both take the axes in alphabetical order, in which a type lists them.
+        Both take the axes in alphabetical order, the order in which an array's type lists them.
         """
-        axis_sets = {}
+        axis_sets = {}  # a dict as an ordered set
         for leaf in self.leaves:
             axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
             axis_sets[frozenset(axes)] = None
