@@ -2126,8 +2126,8 @@ LLAMA = (
     ),
     Mutant(
         "grouped",
-        "rows + first",
-        "rows",
+        "query + first",
+        "query",
         "test_llama.py::test_grouped_attention_is_that_of_each_head",
     ),
     Mutant(

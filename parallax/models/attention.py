@@ -1,5 +1,8 @@
 """Causal attention whose queries share keys and values in groups. There may be as many heads of
 keys as of queries, fewer, or one.
+
+Legend: B batch, T tokens, S keys in memory, H heads of queries, G heads of keys and values
+(groups), K head width.
 """
 
 import jax
@@ -60,11 +63,11 @@ def grouped(
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
-    # For the mask: the place of each query (`rows`) and of each key (`columns`).
-    rows, columns = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
+    # For the mask of the scores, [B, G, r, T, S]: the number of each query and key.
+    query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
-    sees = columns <= rows + first
-    if segments is not None:
+    sees = key <= query + first
+    if segments is not None:  # they number the documents of the keys too, since S = T
         sees = sees & (segments[:, :, None] == segments[:, None, :])[:, None, None]
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     return jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, H, K)

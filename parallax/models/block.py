@@ -2,7 +2,12 @@
 
 A family gives the functions in which it differs: one computes queries, keys and values, one is the
 feed-forward, and one is dropout. `residual` and `split` are taps: they return their argument
-unchanged, and report it to a recording by `bisect`, under its path.
+unchanged, and report it to a recording by `bisect` under a path, in which `*` is the layer.
+
+The devices of the tensor axis share a block: each has some heads and hidden units. `comms`, a
+`tensor.Comms`, has the functions by which they communicate. `comms.row` multiplies by a device's
+rows of a weight and sums over the devices; `comms.wrap_attention` makes the attention function see
+the tokens of other devices if a context axis splits them.
 """
 
 from collections.abc import Callable
@@ -19,8 +24,8 @@ class Linear(eqx.Module):
     """A weight, and a bias if the model has one.
 
     Attributes:
-        weight: `[L, *inputs, *outputs]`; inside a block, without the L.
-        bias: `[L, *outputs]`, and without the L inside a block; or `()`.
+        weight: `[L, *inputs, *outputs]` for L layers; inside a block, `[*inputs, *outputs]`.
+        bias: `[L, *outputs]`, inside a block `[*outputs]`; `()` if there is no bias.
     """
 
     weight: Float[Array, "..."]
@@ -64,11 +69,12 @@ def apply(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> tuple[Float[Array, "batch tokens_shard width"], Any]:
-    """Returns the residual stream after a block, and the auxiliary value of its feed-forward or
-    None.
+    """Returns `(x, aux)`: the residual stream after a block, and the auxiliary value that its
+    feed-forward returns, which may be None.
 
     Over the axis of `comms` a block costs two all-reduces of [B, T, D] forward and two backward. If
-    tokens are split between the layers, each of them is a reduce-scatter and an all-gather instead.
+    that axis also splits the tokens of the residual stream, a reduce-scatter and an all-gather
+    replace each all-reduce.
 
     Args:
         weights: the weights of one block.
@@ -76,8 +82,8 @@ def apply(
         heads: a function from the normalised stream to queries, keys and values by head.
         feed_forward: a function from the normalised stream to the sum that it adds, and an
             auxiliary value or None.
-        dropped: a function `(y, site)` that returns `y` with dropout; site 1 is after the
-            attention, and site 2 after the feed-forward.
+        dropped: a function `(y, site)` that returns `y` with dropout. Each site has its own masks:
+            site 1 is after the attention, and site 2 after the feed-forward.
         epsilon: the epsilon of the norms.
         comms: how the devices of the block communicate.
         attend: the attention function.
@@ -85,7 +91,7 @@ def apply(
     x = residual(x, "blocks.*.in", comms)
     y = residual(weights.attention_norm(x, epsilon), "blocks.*.attention.norm", comms)
     y = comms.wrap_attention(attend)(*heads(y))
-    y = split(y, "blocks.*.attention.heads", comms, dim=2)
+    y = split(y, "blocks.*.attention.heads", comms, dim=2)  # [B, T, H, K]: dim 2 is the heads
     out = weights.attention.out
     y = residual(comms.row(y, out.weight, out.bias_or_none), "blocks.*.attention.out", comms)
     x = residual(x + dropped(y, 1), "blocks.*.middle", comms)

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 from parallax.models.files.json_file import short
 
 LARGEST = 2**31 - 1  # the largest int32
-LARGEST_MULTIPLE = 2**20  # of `vocabulary_multiple`: more would be padding only
+LARGEST_MULTIPLE = 2**20  # the largest `vocabulary_multiple`: a larger one would add only padding
 
 
 class Bound(NamedTuple):
     """The numbers that a field may have.
 
     Attributes:
-        text: their description in an error.
-        holds: whether a number is one of them; it must be false for nan.
+        text: a description of these numbers, for errors.
+        holds: whether a number is one of these; it must be false for nan.
     """
 
     text: str
@@ -65,7 +65,8 @@ class Checked(NamedTuple):
         """Checks that these fields are real numbers within `bound`, and stores them as `float`."""
         for field in fields:
             value = getattr(self.config, field)
-            try:  # nan stands for a value that is no number: no bound holds for it
+            try:  # nan stands for a value that is no number, since no `Bound` holds for nan
+                # `float` would accept a text such as "1.5", and True as 1.
                 number = math.nan if isinstance(value, str | bytes | bool) else float(value)
             except (TypeError, ValueError, OverflowError):
                 number = math.nan

@@ -9,7 +9,9 @@ its state on the devices that keep it.
     state, info = made.train(state, windows)
 
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
-model, a `Layout` the sizes of the axes, and a `Compute` all other choices.
+model, a `Layout` the sizes of the axes, and a `Compute` all other choices. The L blocks are one
+tree, whose arrays are [L, ...]; in a pipeline with v chunks per stage they are [v, L / v, ...]. A
+model's *static* leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -99,7 +101,7 @@ class TrainStep(NamedTuple):
         keys: a function from the step's number, and optionally the number of sequences, to a random
             key for each sequence of the global batch; it returns None without dropout.
         batch: the number of sequences in the global batch.
-        setup: the decoder, its layout and how it computes.
+        setup: the decoder, its layout and its `Compute`.
     """
 
     init: Callable[..., State]
@@ -141,7 +143,7 @@ def train_step(
             that of islands.
         batch: the number of sequences in the global batch.
         key: the seed of the run.
-        compute: how the model computes.
+        compute: the choices that the layout does not make.
 
     Raises:
         ValueError: the layout does not divide the model or the batch, or is not the mesh's;
@@ -166,9 +168,11 @@ def train_step(
             """Returns the loss and the gradients for a batch with normalised weights."""
             return grad(model, recipe.weighted(batch, setup))
 
-        # Unchanged, but for a recording by `bisect`, to which it reports the gradients.
+        # The same function, which also reports the gradients to a recording by `bisect`.
         return decoder_taps.gradients(weighted_grad, specs)
 
+    # Under ZeRO-1 and ZeRO-2 a device has all its weights, but its share of the gradients and of
+    # the optimizer's state. Under ZeRO-3 the weights are shares too: a plain optimizer fits.
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
     local = make(
@@ -204,7 +208,7 @@ def _planned_state(
     specs of the parameters.
     """
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
-    rule, state_rule = recipe.rules_of(family, layout)
+    rule, state_rule = recipe.rules_of(family, layout)  # of the parameters, of the optimizer
 
     def make_model():
         return split_blocks(family.model(config, key=key, dtype=compute.dtype))
@@ -260,7 +264,7 @@ def compiled(
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
         """Returns the new arrays of the state, and the step's info. `given` are the options that
-        the caller passes; the others are None.
+        the caller passes; the others are None. `step` also gets the static leaves.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -268,8 +272,8 @@ def compiled(
         )
         return eqx.filter(new, meshes.is_array), info
 
-    # `jax.jit` cannot take the static leaves, so `_TrainArrays` leaves them out and adds them
-    # again.
+    # `jax.jit` cannot take the static leaves of a state, so `_TrainArrays` removes them before the
+    # call and puts them back after it.
     return _TrainArrays(train, static) if jax.tree.leaves(static) else train
 
 
@@ -310,7 +314,7 @@ def loss_step(
     gathered one by one. The loss uses the fields `axes`, `attention`, `context_attention`,
     `documents`, `expert_dispatch`, `comms` and `schedule` of `compute`.
     """
-    # These choices concern only the backward pass, which a loss does not have.
+    # These choices concern only the backward pass, and an evaluation has none.
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
@@ -319,8 +323,9 @@ def loss_step(
     def make_model():
         return split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
 
+    # Only the shapes are used, for the specs; so any key and any dtype would do.
     model = eqx.filter_eval_shape(make_model)
-    rule, _ = recipe.rules_of(family, layout)
+    rule, _ = recipe.rules_of(family, layout)  # an evaluation has no optimizer's state
     specs = rules.specs(model, rule, mesh)
     setup = Setup(family, config, layout, mesh, specs, compute)
     loss = recipe.loss_of(recipe.functions_of(setup), setup)
@@ -334,11 +339,11 @@ def loss_step(
 
     @jax.jit
     def run(arrays, windows, weights=None):
-        """Returns the loss of a model. `arrays` is the model without its other leaves."""
+        """Returns the loss of a model, of which `arrays` has only the arrays."""
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
-        """Returns the loss of a model that has other leaves too, which `jax.jit` cannot take."""
+        """Returns the loss of a whole model, whose static leaves `jax.jit` cannot take."""
         return run(eqx.filter(model, meshes.is_array), windows, weights)
 
     return run_model if jax.tree.leaves(static) else run
@@ -372,7 +377,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
     """Returns one random key for each sequence of the global batch at `step`, from the seed `key`.
 
-    A key depends only on the step and the sequence's number, so it is the same under every layout.
+    A key depends only on the seed, the step and the sequence's number, so it is the same under
+    every layout.
     """
     fold = functools.partial(jax.random.fold_in, jax.random.fold_in(key, step))
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
@@ -382,17 +388,19 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
     """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them: [v,
     L / v, ...] in a pipeline with v chunks per stage.
 
-    A `schedule` of `Compute` may place the chunks on the stages in another order. Without one, the
-    schedule of the layout keeps the order of the layers.
+    The `schedule` of `Compute` may place the chunks on the stages in another order. Without that
+    schedule, the chunks keep the order of the layers, which the layout's schedules need.
     """
 
     def split(blocks):
-        """Returns blocks [L, ...] as [v, L / v, ...], in the order of the schedule's stages."""
+        """Returns blocks [L, ...] as [v, L / v, ...], in the order in which the schedule places
+        them; without a pipeline, unchanged.
+        """
         if not layout.pipelined:
             return blocks
         chunks = layout.chunks
         blocks = _on_arrays(blocks, lambda w: w.reshape(chunks, -1, *w.shape[1:]))
-        # `placed` has the place in the model of each chunk of each stage, [v, stages].
+        # `placed[c, s]` is the number, in the model's order, of chunk c of stage s.
         return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)
 
     return split
@@ -402,7 +410,9 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
     """Returns the inverse of `_into_stages`."""
 
     def join(blocks):
-        """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers."""
+        """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers; without a
+        pipeline, unchanged.
+        """
         if not layout.pipelined:
             return blocks
         if schedule is not None:
@@ -423,6 +433,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
     """
 
     def is_model(leaf):
+        # Such a model counts as a leaf of the tree, so `change` gets all its blocks at once.
         return isinstance(leaf, family.model)
 
     def changed(leaf):

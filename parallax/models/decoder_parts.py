@@ -1,12 +1,14 @@
 """A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
 
 The families here differ in their blocks and in their positions. The embedding, the head and the
-loss are the same, and are here. The vocabulary is split over stages and tensor devices: each stage
-holds 1/P of the rows, so each computes 1/P of the head, and none is slower than the others.
+loss are the same, and are here. The vocabulary is split over stages and tensor devices: each of P
+stages holds 1/P of the rows and computes 1/P of the head, so none is slower than the others.
 
-`comms` is a `tensor.Comms`, the functions by which devices communicate: `comms.everywhere` are the
-axes that split the vocabulary, and `comms.context_tokens(x, dim)` is the part of `x` for the tokens
-that this device computes. The functions of `decoder_taps` return their argument unchanged, and
+`comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` is the
+axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
+that this device computes, `all_tokens` goes from the residual stream to all these tokens, and
+`sum_partials` sums terms for all of them back to the residual stream. `T shard` is the number of a
+device's tokens in that stream. The functions of `decoder_taps` return their argument unchanged, and
 report it to a recording by `bisect`.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
@@ -32,7 +34,7 @@ ONE_DEVICE = tensor.comms(())
 
 
 def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
-    """Returns `x`: the positions of the family enter in its blocks, or nowhere."""
+    """Returns `x`: the family's positions enter in its blocks, or it has none."""
     return x
 
 
@@ -42,7 +44,7 @@ def _unchanged(x: Any) -> Any:
 
 
 class DecoderParts(NamedTuple):
-    """The functions in which a family differs from another.
+    """The functions in which one family differs from another.
 
     The family's models have `blocks`, with a first dim of layers; `norm`, which normalises the
     output of the last block; `embedding` and `unembedding`, [V, D]; and a `config` with
@@ -53,8 +55,8 @@ class DecoderParts(NamedTuple):
         layer: a function `(config, *, positions, comms, attend)` that returns one block: a function
             `(weights, x, keys, layer) -> x` for tokens at these positions. A block with auxiliary
             values returns a `pipeline.Output`.
-        add_positions: a function `(model, x, keys, *, first, comms)` that adds to the embeddings
-            `x` of tokens the embeddings of the positions `first`, `first` + 1, ...
+        add_positions: a function `(model, x, keys, *, first, comms)`. It adds the embeddings of the
+            positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens.
     """
 
     name: str
@@ -73,7 +75,8 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """Returns the `loss`, and the auxiliary values of the blocks, [L, ...] each, or None.
+    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks, [L, ...]
+    each, or None without any.
 
     The arguments and errors are the same as those of `loss`.
     """
@@ -82,7 +85,7 @@ def loss_and_aux(
     argument_checks.check_not_deleted(name, model)
     argument_checks.check_tokens(name, batch.windows, vocabulary, weights=batch.weights)
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
-    # `()`: there is no pipeline, and one stage, at place 0 of the model, runs all layers.
+    # `()`: there is no pipeline. One stage runs all layers; its position, below, is 0.
     embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
     # `output` makes an `Output` also of a bare x; its loss and its auxiliary values are then None.
     out = output(stage(model, embed_part(model, batch), batch, 0))
@@ -101,10 +104,10 @@ def loss(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy, in nats per token, of each token after the first in `batch`'s
+    """Returns the mean cross-entropy, in nats per token, of all tokens after the first in `batch`'s
     windows of T + 1 tokens; auxiliary losses of the blocks are added.
 
-    With `context.comms`, the mean over this device's tokens.
+    With `context.comms`, it is the mean over this device's tokens only.
 
     Args:
         parts: the functions of the family.
@@ -112,15 +115,16 @@ def loss(
         batch: a `Batch`. Dropout depends only on a sequence's key, the layer and the head, so it is
             the same under every layout.
         attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
-            keys and values [B, T, G, K], where G divides H. On a GPU it may be
-            `functools.partial(jax.nn.dot_product_attention, is_causal=True,
-            implementation="cudnn")`. With attention dropout GPT-2 uses its own attention.
+            keys and values [B, T, G, K], for H heads of queries and G heads of keys, where G
+            divides H. On a GPU it may be `functools.partial(jax.nn.dot_product_attention,
+            is_causal=True, implementation="cudnn")`. With attention dropout GPT-2 uses its own
+            attention.
         axis: the axis or axes that the weights are split over.
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
-        remat: wraps each block, a function `(weights, x, layer) -> x`: a function of `remat`, say,
-            or one that first gathers the weights (`zero.gathered`).
+        remat: wraps each block, a function `(weights, x, layer) -> x`; such as a function of
+            `remat`, or one that first gathers the weights (`zero.gathered`).
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
@@ -128,7 +132,7 @@ def loss(
         ValueError: T is more than the model's context; there is no token to predict; the queries of
             this shard attend to heads of keys and values that it does not have; or, outside
             `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
-            deleted. Inside `jax.jit`, such a token makes the loss nan.
+            deleted. Inside `jax.jit`, a token outside the vocabulary makes the loss nan.
     """
     return loss_and_aux(
         parts,
@@ -151,8 +155,8 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and the errors are the same as those of `loss`; inside `jax.jit`, a token outside the
-    vocabulary makes its own logits and all later ones nan.
+    `attend` and the errors are the same as those of `loss`. Inside `jax.jit`, a token outside the
+    vocabulary makes the logits after it and after all later tokens nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -160,6 +164,7 @@ def logits(
     apply = parts.layer(
         model.config, positions=positions(x, tokens.shape[1]), comms=ONE_DEVICE, attend=attend
     )
+    # `output` makes an `Output` also of a bare x.
     return unembed(model, output(run_blocks(model.blocks, x, None, apply)).x)
 
 
@@ -191,7 +196,9 @@ def stages(
         """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
         a tuple of its first fields.
 
-        The vocabulary is split over `axis` and over the stages, which `shared` names.
+        The vocabulary is split over `axis` and over the stages, the axis `shared`. `copy_to` is the
+        identity, and sums the stages' cotangents in the backward pass: all stages need the sum for
+        their rows of the embedding, and only the first one uses x.
         """
         windows, keys, weights, _ = Batch(*part)
         return embed(
@@ -205,8 +212,8 @@ def stages(
         )
 
     def stage(model, x, part, position):
-        """Returns the output of the blocks of one chunk, the chunk at the place `position` in the
-        model.
+        """Returns the output of the blocks of one chunk: the chunk number `position` of the model's
+        chunks, in order.
 
         `x` is the input, [B, T shard, D], and `part` the microbatch, as in `embed_part`.
         """
@@ -214,6 +221,7 @@ def stages(
         on_axis = comms(axis)
         apply = parts.layer(
             config,
+            # A window has one token more than the inputs, whose positions these are.
             positions=on_axis.context_tokens(positions(x, windows.shape[1] - 1), dim=0),
             comms=_with_segments(on_axis, segments),
             attend=attend,
@@ -231,7 +239,8 @@ def stages(
 
     def head_of_part(model, x, part):
         """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
-        last block's output `x`, [B, T shard, D].
+        last block's output `x`, [B, T shard, D]. `from_last` gives the last stage's `x` to all
+        stages, which share the head.
         """
         windows, _, weights, _ = Batch(*part)
         return head(
@@ -261,11 +270,12 @@ def embed(
     embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
     Each device looks up the rows that it has, and `comms` sums them over the devices that share the
-    vocabulary. In a pipeline, all stages share it, and `across` is `tensor.copy_to` over the
-    stages. Only the first stage uses the sum; in the backward pass, its cotangent goes to all.
+    vocabulary. In a pipeline, all stages share it, and only the first stage uses the sum. Then
+    `across` is `tensor.copy_to` over the stages: in the backward pass it gives the first stage's
+    cotangent to all stages.
 
-    A token outside the vocabulary gives nan, unless its target and all later ones have a weight of
-    0 in `weights`, as in padding: no loss depends on such a token.
+    A token outside the vocabulary gives nan, unless its target and all later targets have a weight
+    of 0 in `weights`, as in padding: the loss does not depend on such a token.
 
     Raises:
         ValueError: the windows are empty, or longer than the model's context.
@@ -289,7 +299,7 @@ def unembed(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits of a whole model, from the output of its last block."""
     scores = model.norm(x, model.config.epsilon) @ model.unembedding.T
-    return scores[..., : model.config.vocabulary]  # without the rows of padding
+    return scores[..., : model.config.vocabulary]  # the other rows only pad the vocabulary
 
 
 def head(
@@ -325,15 +335,15 @@ def positions(
 ) -> Int[Array, " tokens"]:
     """Returns the positions `first`, `first` + 1, ... of `tokens` tokens.
 
-    They are typed as varying along the axes along which `x` varies, since a pipeline's loop needs
-    one type for all that enters a block.
+    They are typed as varying along the axes along which `x` varies, since in a pipeline's loop all
+    arguments of a block must have that type.
     """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
-    """Returns a function `(*shape, scale=0.02)` that draws normal numbers with the deviation
-    `scale`. It has a random key for each of `count` calls, and fails at a later call.
+    """Returns a function `(*shape, scale=0.02)` that draws an array of normal numbers with the
+    standard deviation `scale`. It has random keys for `count` calls, and fails at a further call.
     """
     keys = iter(jax.random.split(key, count))
 
@@ -347,7 +357,9 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """Returns `table` with zeros after the first `vocabulary` rows: the other rows are padding."""
+    """Returns `table` with zeros in place of the rows after the first `vocabulary` ones, which are
+    padding.
+    """
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
     )
@@ -356,15 +368,15 @@ def vocabulary_rows(
 def _with_segments(
     comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
 ) -> tensor.Comms:
-    """Returns `comms` whose attention also gets `segments`, the document of each token; or `comms`
-    unchanged without segments.
+    """Returns `comms` with a `wrap_attention` that also passes `segments`, the number of each
+    token's document, to the attention; or `comms` unchanged without segments.
     """
     if segments is None:
         return comms
     local_segments = comms.context_tokens(segments, dim=1)
 
     def wrap_attention(attend):
-        """Returns `attend`, wrapped by `comms`, with the documents of this device's tokens."""
+        """Returns `attend`, wrapped by `comms`, with the segments of this device's tokens."""
         return functools.partial(comms.wrap_attention(attend), segments=local_segments)
 
     return comms._replace(wrap_attention=wrap_attention)

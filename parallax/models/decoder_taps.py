@@ -3,6 +3,9 @@ reports the value with its path and with its places in the whole model. So runs 
 tokens, heads and hidden units in different ways can be compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
+A tap's `places` are the positions of the elements of a dim in the whole array. `comms`, a
+`tensor.Comms`, knows how tokens are split: `local_tokens` takes this device's part of the tokens
+between layers, and `context_tokens` its part of the tokens inside the layers.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,8 @@ from parallax._typing import PyTree, Specs
 from parallax.collectives.types import axes
 from parallax.tensor import Comms
 
-GATHERED = ("data", "context")  # when a weight is used, these axes do not split it
+# ZeRO-3 splits weights over these axes, and gathers a weight before it is used.
+GATHERED = ("data", "context")
 
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
@@ -32,31 +36,31 @@ def residual(x: Any, path: str, comms: Comms) -> Any:
         x,
         path,
         P(taps.BATCH),
-        # The positions of the whole sequence, which has `token_shards` times the tokens of `x`,
-        # split over the devices as the tokens, dim 1 of `x`, are.
+        # `x` has one of `token_shards` equal parts of the sequence's tokens, in dim 1. The same
+        # part of the positions 0, 1, ... of the whole sequence says which tokens these are.
         places={1: comms.local_tokens(_positions(x.shape[1] * comms.token_shards), dim=0)},
     )
 
 
 def whole(x: Any, path: str, comms: Comms) -> Any:
     """Returns `x`, [B, T, ...], with a tap. All devices of the tensor axis have the same value."""
-    return x if not recording.is_on() else _whole(x, path, comms, P(taps.BATCH))
+    return x if not recording.is_on() else _tapped_tokens(x, path, comms, P(taps.BATCH))
 
 
 def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
-    """Returns `x` with a tap. Each device of the tensor axis has a part of `x` along `dim`: its
-    heads, or its hidden units.
+    """Returns `x`, [B, T, ...], with a tap. Each device of the tensor axis has its part of the
+    whole value along `dim`: its heads, or its hidden units.
     """
     if not recording.is_on():
         return x
     names = axes(comms.axis.names)
-    # Dim 0 is the batch, and `dim` is split over the tensor axis, if the model has one.
-    return _whole(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
+    # Dim 0 is the batch, and `dim` is split over the tensor axis, if there is one (`names`).
+    return _tapped_tokens(x, path, comms, P(taps.BATCH, *[None] * (dim - 1), names or None))
 
 
 def loss(value: Any) -> Any:
-    """Returns the loss of a part of the batch, with a tap. Its spec says that the parts are not yet
-    added up, so the record of the loss is their mean.
+    """Returns `value`, the loss of this device's part of the batch, with a tap. The tap's spec says
+    that each part of the batch has its own value, so the record has the mean of the parts' losses.
     """
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
@@ -64,14 +68,14 @@ def loss(value: Any) -> Any:
 def block(
     apply: Callable[..., Any], specs: Specs, where: Callable[[Any], Any], loops: int
 ) -> Callable[..., Any]:
-    """Returns one block, `(weights, x, layer) -> x`, with taps of the weights that it uses.
+    """Returns `apply` with taps of the weights that it uses.
 
     Args:
-        apply: the block.
+        apply: one block, a function `(weights, x, layer) -> x`.
         specs: the specs of the model.
         where: picks the blocks in a model, or in its specs.
         loops: the number of leading dims of the blocks' arrays that loops run over, such as the
-            dim of layers.
+            dim of layers. `specs` have these dims, and the `weights` of one block do not.
     """
 
     def tapped(weights, x, layer):
@@ -90,14 +94,14 @@ def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block. The
-    taps' paths begin with `name`; `specs` and `where` are those of `block`.
+    taps' paths begin with `name`; `specs` and `where` are as in `block`.
     """
 
     def tapped(model, *others):
-        """Returns `f` of a model whose weights outside the blocks have taps."""
+        """Returns `f(model, *others)`, with a tap at each weight of `model` outside its blocks."""
         if not recording.is_on():
             return f(model, *others)
-        # The blocks have taps of their own, for each layer: `block`.
+        # The blocks, which `block` taps layer by layer, are left out, and put back without taps.
         ends_alone = eqx.tree_at(where, model, None)
         ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
         tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
@@ -107,28 +111,33 @@ def ends(
 
 
 def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns a gradient function, with taps of the gradients that the optimizer gets."""
+    """Returns the gradient function `grad` with taps of its gradients, which the optimizer gets.
+    `specs` are the specs of the gradients.
+    """
 
     def tapped(*arguments):
         """Returns the value, and the gradients with taps."""
         value, gradient = grad(*arguments)
+        # `AFTER`: the backward pass is over, so these values have no cotangents to report.
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)
 
     return tapped
 
 
-def _whole(x: Any, path: str, comms: Comms, spec: P) -> Any:
-    """Returns `x` with a tap, which gets the places of the tokens that this device has."""
+def _tapped_tokens(x: Any, path: str, comms: Comms, spec: P) -> Any:
+    """Returns `x`, a value inside a layer or the head, [B, T, ...], with a tap, which gets the
+    positions of this device's tokens.
+    """
     return taps.tap(
         x,
         path,
         spec,
-        # The positions of the whole sequence, which has `context_shards` times the tokens of `x`,
-        # split over the context axis as the tokens, dim 1 of `x`, are.
+        # `x` has one of `context_shards` equal parts of the sequence's tokens, in dim 1. The same
+        # part of the positions 0, 1, ... of the whole sequence says which tokens these are.
         places={1: comms.context_tokens(_positions(x.shape[1] * comms.context_shards), dim=0)},
     )
 
 
 def _positions(tokens: int) -> Int[Array, " tokens"]:
-    """Returns the places of the tokens of a whole sequence: 0, 1, ..."""
+    """Returns the positions of the tokens of a whole sequence: 0, 1, ..."""
     return jnp.arange(tokens, dtype=jnp.int32)

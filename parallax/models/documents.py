@@ -5,9 +5,9 @@ leaves out the first token of each further document.
     numbers = documents.ends_with(0)(windows)
     loss = gpt2.loss(model, documents.with_segments(Batch(windows), numbers))
 
-The cuts are read from the tokens, so only windows have to be stored, sent and split. Positions
-count from the window's first token. A model with rotary positions computes for each document the
-same as for the document alone; a model that learns its positions does not.
+The ends of documents are read from the tokens, so only windows have to be stored, sent and split.
+Positions count from the window's first token. A model with rotary positions computes for each
+document the same as for the document alone; a model that learns its positions does not.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ Documents = Callable[[Int[Array, "batch window"]], Int[Array, "batch window"]]
 
 
 def ends_with(token: int) -> Documents:
-    """Returns a function from windows to the number of each token's document in its window, from 0
-    on. Each document ends with `token`.
+    """Returns a function from windows to the number of each token's document: 0 for the first
+    document of a window, then 1, and so on. Each document ends with `token`.
     """
 
     def numbered(windows):
@@ -44,8 +44,9 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     """Returns `batch` with its documents kept apart; `numbers` has the number of each token's
     document.
 
-    A token does not see inputs of other documents. A target has a weight of 0 if its input is of
-    another document. The loss is then a weighted mean: see `cross_entropy.normalized`.
+    A token does not see inputs of other documents. A target has a weight of 0 if its input, the
+    token before it, is of another document. The loss is then a weighted mean: see
+    `cross_entropy.normalized`.
 
     Raises:
         ValueError: the numbers are not whole, or not one for each token of the windows.
@@ -59,14 +60,15 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     weights = batch.weights
     if weights is None:
         weights = jnp.ones(same.shape, jnp.result_type(float))
+    # The last token of a window is a target only, so `segments`, those of the inputs, leave it out.
     return batch._replace(
         weights=jnp.where(same, weights, jnp.zeros_like(weights)), segments=numbers[:, :-1]
     )
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `stage`, the second function of `Family.stages`, with a check: when it is traced, it
-    must read `Batch.segments`, or a `ValueError` is raised.
+    """Returns `stage`, the second function of `Family.stages`, with a check of its trace: a stage
+    that does not read `Batch.segments` raises a `ValueError`.
     """
 
     def wrapped(*arguments):
@@ -78,10 +80,10 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
             return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
 
         # A tree like the arguments, with True for each array that the traced program reads.
-        used = trace(array_results, *arrays).used
+        is_read = trace(array_results, *arrays).used
         # The third argument of a stage, `(model, x, batch, position)`, is the batch. A batch
         # without segments has no leaf there, and is refused too.
-        if not jax.tree.leaves(Batch(*used[2]).segments) == [True]:
+        if not jax.tree.leaves(Batch(*is_read[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so that tokens would see those "
                 "of other documents. Attend by comms.wrap_attention(attend)(q, k, v, "
@@ -93,8 +95,9 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
-    """Returns the share of the causal attention scores that documents leave unmasked. A score, of a
-    token with itself or an earlier token, is unmasked if both are of one document.
+    """Returns the share of the causal attention scores that documents leave unmasked, as a mean
+    over the rows of the batch. A causal score is of a token with itself or an earlier token. It is
+    unmasked if both are of one document.
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """

@@ -26,14 +26,15 @@ class Batch(NamedTuple):
     """The batch that a loss is computed from; a tuple of the first two attributes will do, too.
 
     Attributes:
-        windows: sequences of T + 1 tokens. A token outside the vocabulary makes the loss nan,
-            unless it and all later tokens of its sequence have a weight of 0.
+        windows: sequences of T + 1 tokens: the first T are inputs, and the last T their targets. A
+            token outside the vocabulary makes the loss nan, unless it and all later tokens of its
+            sequence have a weight of 0.
         keys: a random key for each sequence; None: no dropout.
         weights: the weight of each token after the first; None: all are 1. With
             `cross_entropy.normalized` the loss is a weighted mean.
         segments: the number of each input's document: a token sees only its own document. None: all
-            tokens are of one document. `documents.with_segments` makes the segments and the weights
-            for them.
+            tokens are of one document. `documents.with_segments` makes the segments, and weights
+            that leave out targets of another document.
     """
 
     windows: Int[Array, "batch window"]
@@ -71,8 +72,8 @@ class Family:
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, of this size. With `stage`, which may be None, it is the rule of a model whose
-            blocks are [v, L / v, ...]. For a configuration with experts the function also takes
-            `expert=`, the axis that splits the experts.
+            blocks are [v, L / v, ...], for v chunks per stage. For a configuration with experts the
+            function also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device, to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
@@ -80,7 +81,7 @@ class Family:
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.
-        blocks: the path of the blocks in the model.
+        blocks: the path of the blocks in the model, such as "blocks" or "decoder.blocks".
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
             k^T / sqrt(K)) v. None: the model cannot have a context axis.
@@ -127,8 +128,8 @@ def run_blocks(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Any:
-    """Returns `x` after these blocks, whose arrays have a first dim of layers. The compiled program
-    has the code of `unroll` layers, whatever L is.
+    """Returns `x` after these L blocks, whose arrays have a first dim of layers. The compiled
+    program has the code of `unroll` layers, whatever L is.
 
     If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
     losses and with their auxiliary values, [L, ...] each.
@@ -145,7 +146,7 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        """Returns the output of one block; taps in it record the number of its layer."""
+        """Returns the output of one block; a recording by `bisect` gets the number of its layer."""
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 
@@ -161,7 +162,7 @@ def run_blocks(
         return result, None
 
     x, stacked = lax.scan(next_block, x, (arrays, layers), unroll=unroll)
-    if stacked is None:  # the blocks return x alone
+    if stacked is None:  # the blocks return a plain x, no `Output`
         return x
     losses, aux = stacked
     return Output(x, loss=None if losses is None else jnp.sum(losses), aux=aux)

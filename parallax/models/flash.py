@@ -2,6 +2,12 @@
 that `shard_map(check_vma=True)` needs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
+
+Under `check_vma`, the type of an array has the axes along which it varies, and JAX refuses the
+kernel, which does not state them. So `_untyped` traces the kernel to a jaxpr without these types,
+and `_run` evaluates the jaxpr and types its results.
+
+Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
 
 import functools
@@ -17,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from parallax.collectives.types import varying, varying_axes
 from parallax.models.attention import grouped
 
-# Numbers of tokens that the kernel may take at once, in order of preference: it must divide T.
+# Numbers of tokens that the kernel may take at once, in order of preference; each must divide T.
 BLOCKS = (512, 256, 128)
 
 
@@ -31,8 +37,8 @@ def attention(
     """Returns `grouped(q, k, v)`, computed by JAX's Pallas kernel for TPUs.
 
     The kernel cannot do all that `grouped` can. `grouped` itself runs if 128 does not divide the
-    tokens, for float64, for documents packed into a window (`segments`), and for numbers of heads
-    that `grouped` refuses with an error.
+    number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
+    if G does not divide H, and raises its error.
 
     For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
     computes the scores again. It multiplies in the type of `q` and adds up in float32, so it equals
@@ -41,13 +47,14 @@ def attention(
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    sizes = [block for block in BLOCKS if T % block == 0]
-    if not sizes or H % G or q.dtype.itemsize > 4 or segments is not None:
+    fitting_blocks = [block for block in BLOCKS if T % block == 0]
+    if not fitting_blocks or H % G or q.dtype.itemsize > 4 or segments is not None:
         return grouped(q, k, v, segments=segments)
     # The kernel has no groups: it needs as many heads of keys and values as of queries.
     k, v = (jnp.repeat(array, H // G, axis=2) for array in (k, v))
     q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
-    return jnp.swapaxes(typed(functools.partial(_kernel, block=sizes[0]))(q, k, v), 1, 2)
+    kernel = typed(functools.partial(_kernel, block=fitting_blocks[0]))
+    return jnp.swapaxes(kernel(q, k, v), 1, 2)
 
 
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
@@ -69,10 +76,9 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `f` as a function that may be called inside a `shard_map` with `check_vma=True`.
 
-    `f` takes arrays, returns an array, has a derivative of its own, and must not communicate. With
-    `check_vma=True`, JAX refuses Pallas kernels that do not say along which axes their results
-    vary. So `f` and its derivative are traced without these checks, to jaxprs, and the results of
-    the jaxprs are then typed as varying along each axis along which an argument varies.
+    `f` takes arrays, returns an array, has a derivative of its own, and must not communicate. `f`
+    and its derivative are traced to jaxprs without the types of `check_vma`. The results of the
+    jaxprs are then typed as varying along each axis along which an argument varies.
     """
 
     @jax.custom_vjp
@@ -82,7 +88,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def forward(*arguments):
-        """Returns `f(*arguments)`, and the residuals: the leaves of its pullback and their tree."""
+        """Returns `f(*arguments)`, and the residuals: the leaves of its pullback (the function from
+        the cotangent of the result to those of the arguments) and their tree.
+        """
         structures = []
 
         def out_and_leaves(*arguments):
@@ -93,12 +101,16 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
             structures.append(structure)
             return out, *leaves
 
+        # A call of `jax.vjp` here would trace `f` under the checks that refuse it.
         program = _untyped(out_and_leaves, *arguments)
         out, *leaves = _run(program, arguments)
+        # Residuals are arrays and static values, so the tree is wrapped as a static value.
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments, by a pullback traced without types too."""
+        """Returns the cotangents of the arguments. The pullback is traced without types too, since
+        its kernels would be refused like `f`.
+        """
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):
@@ -110,9 +122,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     g.defvjp(forward, backward)
 
     def along_all(*arguments):
-        """Returns `g` of the arguments, typed as varying along the same axes."""
-        # Outside g, so that JAX differentiates this typing, too: it sums the cotangent of an
-        # argument that did not vary over the devices.
+        """Returns `g` of the arguments, after each is typed as varying along the axes of all."""
+        # Outside `g`, so that JAX differentiates this typing too. The derivative sums an argument's
+        # cotangent over the axes along which the argument did not vary.
         return g(*_varying_alike(arguments, arguments))
 
     return along_all

@@ -60,7 +60,7 @@ def train_step(
         one_island: the step of one island, with the batch of one island, on a mesh that also has
             the axes of the islands: `mesh.make(island=2, **layout.axes)`.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
-        every: the number of steps between two rounds.
+        every: H, the number of steps from one round to the next.
         axis: the axis of the islands, as in `islands.local`.
         stream: the order of the exchanges, as in `islands.local`.
 
@@ -107,9 +107,11 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
         def changed(state):
             """Returns the state with `change` applied to all parts that hold models, or trees like
-            them: the models and optimizers of the islands, the outer model and optimizer, the
-            errors of quantization, and the changes that are being exchanged. Those of the islands
-            have a first dim of islands, as `change_stacked` needs.
+            them.
+
+            The islands' own parts have a first dim of islands, which `change_stacked` maps over:
+            the models and optimizers in `inner`, and the errors of quantization, `error`. The outer
+            `model` and `optimizer`, and the changes `sent` to other islands, have no such dim.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),
@@ -127,5 +129,5 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
         return changed
 
-    # Changes both functions of the `DiskForm`; None stays None.
+    # Applies `on_islands` to both functions of the `DiskForm`; None stays None.
     return jax.tree.map(on_islands, decoder.stored(family, layout, schedule=schedule))

@@ -5,7 +5,8 @@ tensor.
 one gradient function. To change a line, copy `grad_of`, and give the copy to
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
 model are its layers, and its *ends* are the weights outside them. A gradient function takes
-`(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`.
+`(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
+returns x, or an `Output` of x, its own term of the loss, or None, and auxiliary values, or None.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -49,7 +50,7 @@ from parallax.schedule import Schedule
 from parallax.trees import AnyMesh
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
-# A gradient is summed over those of these axes along which its parameter is the same.
+# A gradient is summed over these axes, except those along which its parameter is split.
 REDUCED_OVER = ("data", "expert", "context")
 MEAN_OVER = ("replica", *REDUCED_OVER)  # the loss is a mean over the devices of these axes
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -142,7 +143,7 @@ class Setup:
         return axes_with_algorithms(self.layout, self.compute)
 
     def along(self, names: Sequence[str]) -> Axis:
-        """Returns those of the axes `names` that the layout has, joined to one axis."""
+        """Returns one axis, joined of those axes in `names` that the layout has."""
         return along(self.axes, names)
 
     @property
@@ -152,7 +153,9 @@ class Setup:
 
     @property
     def part_specs(self) -> zero.PartSpecs:
-        """The specs of the weights outside the blocks, of a stage's blocks, and of one layer."""
+        """The specs of three parts of the model: the weights outside the blocks (`ends`), a stage's
+        blocks, and one layer (`layer`).
+        """
         loops = loops_of(self.layout)
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
@@ -191,12 +194,15 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = _with_gradients(grad, scatter)
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
 
-    if layout.sequence:  # each tensor device has the gradients of its own tokens only
+    # With sequence parallelism, weights that all tensor devices have, such as norms, see on each
+    # device only its own tokens. `summed` adds these gradients, and keeps those of split weights as
+    # they are.
+    if layout.sequence:
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, shards, setup.part_specs.ends)
-    # Outside the accumulation, which adds in float32, and inside the averages, which then reduce
-    # float32.
+    # Outside the accumulation, so that weights are cast once per step; inside the averages, so that
+    # these reduce float32.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     if layout.zero in (1, 2):
@@ -206,7 +212,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         # count them n times.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, replicas, reduced=already_summed)
-    # Last, so that under ZeRO only a device's share, 1/n of the bytes, goes between the replicas.
+    # After the reduction over the shards, so that under ZeRO only a device's share, 1/n of the
+    # bytes, goes between the replicas.
     if layout.replica > 1:
         grad = grads.averaged(grad, axes["replica"])
     if scale is not None:
@@ -215,9 +222,9 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` for a layout. They communicate, gather
-    weights that ZeRO-3 splits, and recompute in the backward pass as the layout says. Taps name
-    their weights for `bisect`.
+    """Returns the family's functions `(embed, stage, head)` for a layout. They communicate and
+    recompute in the backward pass as the layout says. The stage gathers the weights of its blocks
+    that ZeRO-3 splits; `grad_of` gathers the ends. A recording by `bisect` gets their weights.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -227,7 +234,7 @@ def functions_of(setup: Setup) -> Functions:
         """Returns a block `(weights, x, layer) -> x` that reduces its gradients, gathers its
         weights and is rematerialised, each if the layout or `Compute` says so.
         """
-        # The taps are innermost, so they see the gathered weights.
+        # The taps, which report weights to `bisect`, are innermost, so they see gathered weights.
         block = decoder_taps.block(block, specs, family.where, loops)
         if compute.reduce_in_backward:
             block = grads.reduced_in_backward(block, setup.along(REDUCED_OVER))
@@ -253,8 +260,9 @@ def functions_of(setup: Setup) -> Functions:
     if layout.context > 1:
         from parallax import context
 
-        # Refuses a stage that attends only to this device's tokens, which no type shows.
+        # Refuses a stage that attends only to this device's tokens; its types would be right.
         stage = context.must_communicate(stage, axes["context"])
+    # Taps of the weights outside the blocks.
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
     return embed, _with_local_loss(stage, setup.along(MEAN_OVER)), head
@@ -280,7 +288,7 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
         loss = pipeline.value(embed, stage, head, table, axes["stage"], blocks=where, send=exchange)
     else:
         loss = pipeline.sequential(embed, stage, head)
-    if layout.zero == 3:
+    if layout.zero == 3:  # gathers the ends; the stage gathers its blocks
         loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
 
     def mean_loss(model, batch):
@@ -291,7 +299,9 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
 
 
 def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
-    """Returns the sharding rule of the parameters, and the rule of the optimizer's state."""
+    """Returns the sharding rule of the parameters, and the rule of the optimizer's state. ZeRO
+    splits the state, and ZeRO-3 also the parameters, over `SHARDED_OVER`.
+    """
     expert_axis = {"expert": "expert"} if layout.expert > 1 else {}
     rule = family.rules(
         "tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis
@@ -300,7 +310,8 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
         return rule, rule
     # A rule must not name an axis that the mesh lacks: without a context axis, only "data".
     axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
-    # The first dims, those of chunks and layers, stay whole, so each device can run all its layers.
+    # ZeRO does not split the first dims, of chunks and layers: a device runs all layers of its
+    # stage, and would have only some.
     keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}
     sharded = rules.fsdp(axis_names, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
@@ -315,8 +326,8 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     """Returns each axis of the layout, by name, with its collective algorithm.
 
     Raises:
-        ValueError: `compute.axes` has an axis that the layout lacks, or has under one name an
-            algorithm for an axis of another name.
+        ValueError: `compute.axes` names an axis that the layout lacks, or gives an axis an
+            algorithm for another axis.
     """
     axes = {name: Axis.of(name) for name in layout.axes}  # a name alone: `jax.lax` moves the data
     for name, axis in compute.axes.items():
@@ -330,8 +341,8 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
 
 
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
-    """Returns those of `axes` that are in `names`, in the order of `names`, joined to one axis; if
-    there are none, the axis of one device.
+    """Returns one axis, joined of those `axes` that are in `names`, in the order of `names`; if
+    there are none, an axis of one device.
     """
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
@@ -340,7 +351,7 @@ def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
 def platform_of(mesh: AnyMesh) -> str:
     """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu".
 
-    An abstract mesh, which only traces, counts as CPUs unless it has an
+    An abstract mesh, which serves only to trace, counts as CPUs, unless it has a
     `jax.sharding.AbstractDevice`.
     """
     if isinstance(mesh, Mesh):
@@ -364,14 +375,16 @@ def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the function that wraps a block, so that its backward pass computes again the values
-    that the layout's `remat` does not keep.
+    """Returns the function that wraps a block, so that its backward pass recomputes the values that
+    are not kept: the `remat` of `compute`, else the policy that the layout's `remat` names.
     """
     if compute.remat is not None:
         return compute.remat
     if layout.remat in ("gathers", "products", "block"):
         policy = getattr(remat, layout.remat)
-    else:  # under ZeRO-3 a block would otherwise keep all weights that it gathers
+    else:
+        # The layout wraps no block, but the attention or a whole stage, or nothing. Under ZeRO-3 a
+        # block would then keep the weights that it gathers; `remat.gathers` gathers them again.
         policy = remat.gathers if layout.zero == 3 else remat.none
     # On TPUs the barrier of `jax.checkpoint` is left out: with it, the compiler would copy all kept
     # values.
@@ -382,8 +395,8 @@ def unroll_of(layout: Layout, compute: Compute, platform: str) -> int:
     """Returns the number of layers in the body of the loop over layers."""
     if compute.unroll is not None:
         return compute.unroll
-    # With two layers in the loop's body, the gathers of one overlap the other. Not on TPUs: their
-    # compiler would then copy all values that are kept for the backward pass.
+    # Under ZeRO-3, with two layers in the loop's body, the gathers of one overlap the other. Not on
+    # TPUs: their compiler would then copy all values that are kept for the backward pass.
     return 2 if layout.zero == 3 and platform != "tpu" else 1
 
 
@@ -414,7 +427,7 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
         assert around is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
-            """Returns `attend` as attention over the tokens of all context devices."""
+            """Returns `attend` as attention to the tokens of all context devices."""
             return around(attend, axes["context"])
 
         comms = functools.partial(
@@ -438,7 +451,8 @@ def loops_of(layout: Layout) -> int:
 
 
 def weighted(batch: Batch, setup: Setup) -> Batch:
-    """Returns the batch with the segments of its documents, if `Compute` has documents.
+    """Returns the batch, with segments and weights for its documents if `Compute` has `documents`,
+    and with its weights normalised.
 
     Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
     The mean of the devices' losses is then the weighted mean over all tokens.
@@ -460,7 +474,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
 
     def grad(params, batch):
         """Returns the loss, or `(loss, aux)`, and the gradients."""
-        # `trainable` may also choose leaves without a derivative, such as integers.
+        # `trainable` may also choose leaves without a derivative, such as integers: `static`.
         chosen, frozen = eqx.partition(params, trainable)
         trained, static = eqx.partition(chosen, rules.is_inexact)
         others = eqx.combine(static, frozen)
@@ -471,14 +485,14 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
             return value if isinstance(value, tuple) else (value, None)
 
         (value, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(trained)
-        # Without aux the value is no tuple: wrappers of gradient functions test for a tuple.
+        # Without aux the value is a bare loss: wrappers of gradient functions test for a tuple.
         return value if aux is None else (value, aux), gradients
 
     return grad
 
 
 def _unchanged(gradients: PyTree) -> PyTree:
-    """Returns the gradients: only ZeRO-2 scatters them at each microbatch."""
+    """Returns the gradients unchanged: only ZeRO-2 scatters those of each microbatch."""
     return gradients
 
 
@@ -494,15 +508,16 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
-    is.
+    """Returns `stage` with its term of the loss typed as varying along `axis`, the type of the
+    head's loss.
 
-    The loss is the mean over the devices of `axis`. A term that is typed as the same on all of
-    them, such as a mean over all tokens, would be counted once instead of once per device.
+    The loss is the mean over the devices of `axis`, which sums the gradients of all devices and
+    divides. If a term, such as a mean over all tokens, were typed as the same on all devices, its
+    gradient would be counted once instead of once per device.
     """
 
     def wrapped(*arguments):
-        """Returns the stage's `Output` with its loss typed as varying."""
+        """Returns the stage's `Output` with its loss, if it has one, typed as varying."""
         result = output(stage(*arguments))
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
@@ -527,13 +542,17 @@ def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 def _with_aux_by_layer(grad: Grad) -> Grad:
-    """Returns `grad` with the auxiliary values of a pipeline's stages, [v, L / v, ...], as those of
-    all layers in order, [L, ...].
+    """Returns `grad` with the auxiliary values of the stages as [L, ...], in the order of the
+    layers.
+
+    `grad` gives them as [C, L / C, ...], for the C chunks of all stages in the order of the model;
+    without a pipeline, C is 1.
     """
 
     def by_layer(aux):
-        """Returns an `Aux` of a pipeline with its stages' values as [L, ...], or `aux`
-        unchanged."""
+        """Returns an `Aux` with its stages' values as [L, ...]. If the stages have no values, `aux`
+        is that of the head, and is returned unchanged.
+        """
         if not isinstance(aux, Aux):
             return aux
         return aux._replace(

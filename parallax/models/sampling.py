@@ -4,7 +4,9 @@
 values are kept from token to token, so the next token costs a pass of one token.
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
-width, V vocabulary.
+width, V vocabulary. The *place* of a token is its number in the text, from 0 on. The *window* is
+the last tokens of the text, which the next one depends on. A token is *unknown*, -1, if a logit was
+nan; so are all later ones.
 """
 
 import functools
@@ -65,7 +67,7 @@ class Writer(NamedTuple):
 
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each of them.
-        window: the most tokens before a new token that its logits depend on; static.
+        window: the largest number of tokens before a new token that its logits depend on; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
         name: the name that errors begin with.
@@ -89,8 +91,9 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
         """Returns the logits [B, V] after a prompt [B, P], and its cache with S = `places`."""
 
         def pad(old, new):
-            """Returns the new keys or values [B, P, G, K], padded to [B, S, G, K]; `old` is
-            None."""
+            """Returns the new keys or values [B, P, G, K], padded with zeros to [B, S, G, K]; `old`
+            is None.
+            """
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
         return _run(parts, model, tokens, None, 0, pad)
@@ -130,13 +133,14 @@ def _run(
     def block(x, layer_inputs):
         """Returns the output of one layer and its new cache, as a step of `lax.scan`."""
         weights, layer, old = layer_inputs
-        # The family's block returns no cache, so `attend` leaves it in this list.
+        # The family's block returns no cache, so its `attend` appends the cache to this list.
         caches = []
 
         def attend(q, k, v):
-            """Returns attention over the old keys and values and the new ones."""
+            """Returns attention to the old keys and values and to the new ones."""
             old_keys, old_values = old or (None, None)
             caches.append(Cache(join(old_keys, k), join(old_values, v)))
+            # The causal mask, from the place `first` of the first query, hides the empty places.
             return grouped(q, *caches[0], first=first)
 
         apply = parts.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
@@ -150,8 +154,8 @@ def _run(
 
 
 def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
-    """Returns the function `sample` of a family; its errors begin with `name`, the family's, as in
-    "gpt2.sample".
+    """Returns the function `sample` of a family. `name` is the family's name; errors begin with it,
+    as in "gpt2.sample".
     """
     function_name = f"{name}.sample"
 
@@ -169,9 +173,9 @@ def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
         """Returns the `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws
         them, with its arguments and errors.
 
-        Each token is drawn from at most the last `window` tokens before it. The default is the
-        model's context; if the model was trained on shorter windows, give their length. Wrap the
-        function in `jax.jit` or `eqx.filter_jit`, with `tokens`, `window` and `top_k` static.
+        Each token depends on at most the last `window` tokens before it. The default of `window` is
+        the model's context; if the model was trained on shorter windows, give their length. Wrap
+        the function in `jax.jit` or `eqx.filter_jit`, with `tokens`, `window` and `top_k` static.
 
         Raises:
             ValueError: for the reasons of `sampled`; or the window is longer than the model's
@@ -215,7 +219,8 @@ def sampled(
     top_p: SupportsFloat | None = None,
     key: Key[Array, ""],
 ) -> Int[Array, " tokens"]:
-    """Returns the `tokens` tokens that follow `prompt`, each drawn from softmax(`filtered` logits).
+    """Returns the `tokens` tokens that follow `prompt`, each drawn from
+    softmax(`filtered`(logits)).
 
     The model may be split: under `jax.jit`, a model placed over a mesh draws the same tokens as on
     one device. For many prompts of one length use `jax.vmap`; if the prompts are placed
@@ -223,9 +228,9 @@ def sampled(
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
     kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and
-    without `cached`, a token costs a pass over the whole window, 2 N window flops. The window then
-    moves by one place for each token, which changes the positions of all tokens in it, and so all
-    keys and values.
+    without `cached`, a token costs a pass over the whole window: 2 N flops for each of its tokens.
+    The full window moves by one place for each token, which changes the positions of all tokens in
+    it, and so all keys and values.
 
     If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
     tokens after it. No tokenizer decodes -1.
@@ -235,8 +240,8 @@ def sampled(
             family.cached(model))`.
         prompt: the tokens to continue; they may be longer than the window.
         tokens: the number of tokens to draw; static.
-        temperature: logits are divided by it; 0 takes the largest logit each time (greedy), the
-            first of equal ones.
+        temperature: the number by which logits are divided; 0 takes the largest logit each time
+            (greedy), the first of equal ones.
         top_k: draw among the k largest logits (and those that equal the smallest of the k); static.
             None: among all.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`,
@@ -264,8 +269,8 @@ def sampled(
     if cached_model is not None and tokens:
         # The number of tokens that can be drawn before the window moves: the last of them is drawn
         # from a full window, so there is one more than the window has free places.
-        fit = min(tokens, window - ids.size + 1)
-        first_tokens = _with_cache(cached_model, token_of, ids, keys[:fit])
+        fitting = min(tokens, window - ids.size + 1)
+        first_tokens = _with_cache(cached_model, token_of, ids, keys[:fitting])
         ids = jnp.concatenate([ids, first_tokens])[-window:]
     if first_tokens.size == tokens:
         return first_tokens
@@ -274,10 +279,10 @@ def sampled(
 
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
-    """Returns a function `(logits [V], key, unknown)` that draws a token: -1 if a logit is nan, or
-    if `unknown` says that a token before it was -1.
+    """Returns a function `(logits [V], key, unknown)` that draws a token. The token is -1 if a
+    `filtered` logit is nan, or if `unknown` is true, since a token before it was -1.
 
-    `name` begins the errors.
+    The errors of wrong arguments begin with `name`.
     """
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
@@ -292,7 +297,7 @@ def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[.
         top_p = _scalar(f"{name} needs as top_p a number from 0 to 1", top_p, 1.0)
 
     def token_of(row, key, unknown):
-        """Returns the token drawn from a row of logits, [V]."""
+        """Returns the token drawn from a row of logits, [V], or -1."""
         scores = filtered(row, temperature, top_k=top_k, top_p=top_p)
         token = jax.random.categorical(key, scores).astype(jnp.int32)
         return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)
@@ -310,13 +315,15 @@ def _with_cache(
     values. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
     before it was -1.
     """
-    # No token follows the last one, so its keys and values need no place in the cache. `begin`
+    # The last token needs no place in the cache, since no token attends to it: hence - 1. `begin`
     # returns the logits after the prompt, [1, V], and the cache.
     logits, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
     token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
-        """Returns the token after the carry's, which is at `place`, as a step of `lax.scan`."""
+        """Returns the next token, as a step of `lax.scan`. The carry is the token before it, at
+        `place`, and the cache without that token.
+        """
         (token, cache), (key, place) = carry, inputs
         logits, cache = model.go_on(token[None], cache, place)
         new = token_of(logits[0], key, token == NOTHING)
@@ -348,7 +355,7 @@ def _without_cache(
         The carry is the window, [window], and how many of its places the tokens fill.
         """
         seen, filled = carry
-        # The logits after the last token; attention is causal, so the zeros behind do not matter.
+        # The logits after the last token; attention is causal, so the zeros after it do not matter.
         token = token_of(logits(seen[None])[0, filled - 1], key, (seen == NOTHING).any())
         seen = jnp.where(filled < window, seen, jnp.roll(seen, -1))  # drops the oldest token
         filled = jnp.minimum(filled + 1, window)
@@ -364,23 +371,24 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """Returns the logits to draw from, in float32 or wider: minus their maximum, divided by
-    `temperature`, and -inf for tokens that must not be drawn.
+    """Returns the logits to draw from, in float32 or wider. Their maximum is subtracted, the result
+    is divided by `temperature`, and tokens that must not be drawn get -inf.
 
-    At temperature 0 all logits are -inf but the largest (the first of equal ones), which is 0.
+    At temperature 0, the largest logit (the first of equal ones) is 0, and all others are -inf.
     `temperature` is applied first, then `top_k`, and `top_p` to the tokens that are left. The
-    likeliest token always stays. All logits are nan if one is nan or inf, if none is finite, or for
-    a `temperature` or `top_p` that `sampled` refuses.
+    likeliest token always stays. All results are nan if a logit is nan or inf, if none is finite,
+    or for a `temperature` or `top_p` that `sampled` refuses.
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
     `top_p`.
     """
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     scale = jnp.asarray(temperature, wide.dtype)
-    # Without the maximum no logit is above 0, so a small temperature gives -inf and never inf.
+    # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
+    # is inf or -inf, some shifted logit is nan.
     shifted = wide - jnp.max(wide)
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
-    greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)
+    greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
     scores = jnp.where(scale == 0, greedy, shifted / jnp.where(scale == 0, 1, scale))
     if top_k is not None:
         least = lax.top_k(scores, min(top_k, scores.size))[0][-1]  # the k-th largest
@@ -400,9 +408,9 @@ def filtered(
 
 
 def _scalar(needed: str, value: Any, most: float) -> Any:
-    """Returns a scalar, unchanged if it is a JAX array, else as a float, after a check that it is
-    finite and from 0 to `most`. The value of a tracer is unknown and is not checked. Errors begin
-    with `needed`.
+    """Returns the scalar `value`, unchanged if it is a JAX array, else as a float. It must be
+    finite and from 0 to `most`; a tracer's value is unknown and is not checked. Errors begin with
+    `needed`.
     """
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"{needed}; got {value!r}.")
@@ -429,6 +437,6 @@ def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
             "jax.vmap."
         )
     argument_checks.check_tokens(name, prompt[None], vocabulary)
-    # A bound beyond the prompt's type, such as 50256 for int8, would not be representable in it.
+    # JAX converts the bound to the prompt's type; int8 cannot represent 50256, for example.
     outside = (prompt < 0) | (prompt > min(vocabulary - 1, jnp.iinfo(prompt.dtype).max))
     return jnp.where(outside, jnp.int32(NOTHING), jnp.asarray(prompt).astype(jnp.int32))
