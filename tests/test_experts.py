@@ -216,6 +216,17 @@ def test_what_finds_no_room_adds_nothing_and_is_counted(name, drawn, seed):
     assert not np.any(np.asarray(y)[nothing])  # the residual alone
 
 
+@pytest.mark.parametrize("name", TIGHT)
+def test_a_token_that_is_not_finite_changes_no_other_token(name):
+    w = layer_of(8)
+    x = np.random.default_rng(0).normal(size=(SEQUENCES, TOKENS, D))
+    others = np.ones((SEQUENCES, TOKENS), bool)
+    others[:: SEQUENCES // 4, 0] = False  # the first token of each of 4 devices
+    x[~others] = np.nan
+    y, _ = tight(name)(w, x)
+    assert np.all(np.isfinite(np.asarray(y)[others]))
+
+
 # Five steps of a decoder
 
 

@@ -273,11 +273,13 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
     def is_inside(frame):
         """Returns whether a frame is in the folder of collectives."""
-        return frame.file_name.startswith(_COLLECTIVES) and frame.function_name != "opened"
+        return frame.file_name.startswith(_COLLECTIVES)
 
     innermost = itertools.takewhile(is_inside, _frames(eqn))
-    names = [frame.function_name.split(".<locals>")[0].split(".")[-1] for frame in innermost]
-    return next((name for name in reversed(names) if name in _NAMED_COLLECTIVES), "")
+    # A frame has the qualified name of its function, such as "_from_tables.<locals>.all_reduce".
+    parts = [frame.function_name.split(".") for frame in innermost]
+    names = [name for name in itertools.chain(*map(reversed, parts)) if name in _NAMED_COLLECTIVES]
+    return names[-1] if names else ""
 
 
 def _caller(eqn: JaxprEqn) -> str:

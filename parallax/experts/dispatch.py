@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from parallax.collectives import Axis
 from parallax.collectives.axis import xla
-from parallax.collectives.types import axes
+from parallax.collectives.types import axes, varying, varying_axes
 
 # `ExpertCompute` with this device's experts: a function of (x, source, ids, weights)
 LocalExperts = Callable[[Array, Array, Array, Array], Array]
@@ -262,20 +262,17 @@ class ragged:
             """Returns `values`, one for each choice, sorted by the device that the choice wants."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
-        def empty(rows):
-            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs.
+        def zeros(rows):
+            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs."""
+            return varying(jnp.zeros((rows, x.shape[1]), x.dtype), varying_axes(x))
 
-            Adding a row of `x` times 0 lets the type vary.
-            """
-            return jnp.zeros((rows, x.shape[1]), x.dtype) + x[:1] * 0
-
-        arrived = exchange.to_experts(x[in_order(wanted.token)], empty(room))
-        # Rows that nobody fills go to no expert. The index times 0 lets the type vary.
-        no_expert = jnp.full(room, local_experts, jnp.int32) + axis.index() * 0
+        arrived = exchange.to_experts(x[in_order(wanted.token)], zeros(room))
+        # Rows that nobody fills go to no expert. They vary, as the collective needs.
+        no_expert = varying(jnp.full(room, local_experts, jnp.int32), axis.names)
         experts = exchange.to_experts(in_order(wanted.expert), no_expert)
         source = jnp.arange(room, dtype=jnp.int32)
         y = compute(arrived, source, experts, jnp.ones(room, weights.dtype))
-        y = exchange.from_experts(y, empty(k * tokens))[place]
+        y = exchange.from_experts(y, zeros(k * tokens))[place]
         return _weighted_sum(y, weights), exchange.dropped
 
     def sent(
