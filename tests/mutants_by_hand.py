@@ -1095,7 +1095,7 @@ RUN = (
         "numbers > count",
         "test_data.py::test_any_count_is_permuted",
     ),
-    Mutant("placed", "rows=slice(*place)", "rows=slice(None)", "test_feed.py"),
+    Mutant("placed", "rows=slice(*bounds)", "rows=slice(None)", "test_feed.py"),
     Mutant(
         "Prefetched.__next__",
         "self._made.put((None, error))",

@@ -38,8 +38,9 @@ def batch(
     Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows, and takes
     each window once, in a random order. Neighbouring windows share one token. Window w is
     `tokens[o + w * length :][: length + 1]`; the offset o and the order are drawn from (seed,
-    epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is number
-    step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only its own windows.
+    epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is the
+    window of number step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only
+    the windows of these rows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
     window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
@@ -65,18 +66,19 @@ def batch(
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # The number of windows is the same for all offsets. `spare` is the largest offset; if the text
-    # has two windows, it is at least `length` - 1, so a window may begin at any token.
+    # The number of windows is the same for all offsets. `spare` is the largest offset. From two
+    # windows on, it is at least `length` - 1, so that a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
-    # For each row, the epoch, and the place of the window in the epoch's order.
+    # For each row: the number of the epoch, and the window's place in the order of that epoch.
     positions = (divmod(step * size + i, windows) for i in sequences)
     starts = [
         _starts(seed, epoch, [place for _, place in group], windows, spare, length)
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
-    source, first = _array(tokens), np.concatenate(starts)
-    # Places take twice the memory of the batch, so they are made for a few windows at a time.
+    source, first = _array(tokens), np.concatenate(starts)  # `first`: of each window, its place
+    # Places (int64) take twice the memory of the batch, so they are made for `ROWS` windows at a
+    # time.
     parts = np.split(first, range(ROWS, len(first), ROWS))
     window = np.arange(length + 1)
     return np.concatenate([_as_int32(source[np.add.outer(part, window)]) for part in parts])
@@ -88,8 +90,9 @@ def _starts(
     """Returns the places in the text at which windows begin. The windows are those at `places` in
     the random order of an epoch, which has `windows` windows. The offset is from 0 to `spare`.
     """
-    # NumPy promises that the raw values of Philox never change; its `permutation` may change.
-    # One key of 128 bits, from two numbers of 64. The first value draws the offset.
+    # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
+    # The key has 128 bits: the epoch and the seed, of 64 each. The first value draws the offset,
+    # and each other one is the key of a round of `permuted`.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)
@@ -101,10 +104,11 @@ def permuted(
     """Returns the numbers at `places` in a permutation of 0 to `count` - 1 that the `keys` choose,
     in O(1) memory.
 
-    A Feistel network permutes all numbers of 2h bits; there are fewer than 4 `count` of them. A
-    result that is `count` or more goes through the network again until it is below `count`. This is
-    a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
+    A Feistel network permutes all numbers of 2 `half` bits; there are at most 4 `count` of them. A
+    result that is `count` or more goes through the network again, until it is below `count`. This
+    is a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
     """
+    # Half of the bits of `count` - 1, rounded up, since the network mixes two halves.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     numbers = _feistel(places.astype(np.uint64), half, keys)
     while (outside := numbers >= count).any():
@@ -119,7 +123,7 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
     for key in keys:
-        # The highest `half` bits of a mixed number.
+        # The shift leaves the highest `half` bits of the mixed number.
         left, right = right, left ^ (_mixed(right ^ key) >> np.uint64(64 - half))
     return left << shift | right
 

@@ -56,7 +56,7 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     """Stores a record of JSON values at `path`, with its hash. The file appears complete or not at
     all, and survives a power cut.
 
-    Raises `ValueError` for a record that is too large for `read`.
+    Raises `ValueError` for a record that is larger than `read` allows.
     """
     line = json.dumps(record, sort_keys=True)
     if len(line) > _files.LARGEST - SEAL:
@@ -73,7 +73,7 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    _files.sync(path.parent)
+    _files.sync(path.parent)  # the folder's entry of the new name, too, is then on the disk
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read(path: Path) -> dict[str, Any]:
 def need(condition: object, place: object, what: str, value: object) -> None:
     """Raises `Damaged` if `condition`, a check of `value`, is false.
 
-    `place` is the path of the manifest, perhaps with the name of an entry, and `what` describes the
+    `place` is the path of the manifest, perhaps with the name of an entry. `what` describes the
     value that was needed there.
     """
     if not condition:
@@ -126,8 +126,9 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 def files(path: Path, value: Any) -> dict[str, list]:
     """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
-    It must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one file, and
-    each file inside the manifest's folder. Raises `Damaged` for anything else.
+    It must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one file.
+    Each name must be that of a file inside the manifest's folder. Raises `Damaged` for anything
+    else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -136,7 +137,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
         parts = PurePosixPath(name).parts
         inside = (
             parts
-            and "/".join(parts) == name
+            and "/".join(parts) == name  # as `hashes` writes it: no "//", "/./" or "/" at the end
             and not name.startswith("/")
             and ".." not in parts
             and name.isprintable()
@@ -174,8 +175,8 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
     """
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _size_and_hash(folder / name, sync=True), names)
-        return dict(zip(names, found, strict=True))
+        entries = pool.map(lambda name: _size_and_hash(folder / name, sync=True), names)
+        return dict(zip(names, entries, strict=True))
 
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
@@ -183,8 +184,8 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
     the `[size, hash]` of each file by name, as `hashes` returns them.
     """
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
-        for (name, (_, stored)), digest in zip(files.items(), found, strict=True):
+        digests = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
+        for (name, (_, stored)), digest in zip(files.items(), digests, strict=True):
             if digest != stored:
                 raise Damaged(
                     f"{folder / name}: needed the hash {stored[:12]}..., the file has other bytes. "
@@ -222,8 +223,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Raises `Damaged` if one of the paths `among`, which are in `folder`, is not in `files`, the
-    files of the manifest by name.
+    """Raises `Damaged` if one of the paths `among`, which are in `folder`, is not among the names
+    in `files`, which the manifest lists.
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:

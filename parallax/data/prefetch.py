@@ -27,8 +27,8 @@ def placed(
     size: SupportsIndex,
     length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
-    """Returns `data.batch` as one array over the devices of all processes. Each process reads only
-    the rows of its own devices.
+    """Returns the batch of `data.batch` as one array over the devices of all processes. Each
+    process reads only the rows of its own devices.
 
     Args:
         tokens: the text, as `data.batch` takes it; the same in every process.
@@ -43,18 +43,18 @@ def placed(
         ValueError: `data.batch` refuses the arguments.
     """
     size, length = argument_checks.whole_numbers("data.placed", size=size, length=length)
-    read = {}
+    read = {}  # the rows that were read, by (start, stop, step)
 
     def rows(index):
         """Returns the rows of one device, read once for each slice. `index` is the device's part of
-        the array, as a tuple of slices.
+        the array, a slice for each dim.
         """
-        place = index[0].indices(size)
-        if place not in read:
-            read[place] = batch(
-                tokens, seed=seed, step=step, size=size, length=length, rows=slice(*place)
+        bounds = index[0].indices(size)
+        if bounds not in read:
+            read[bounds] = batch(
+                tokens, seed=seed, step=step, size=size, length=length, rows=slice(*bounds)
             )
-        return read[place]
+        return read[bounds]
 
     return jax.make_array_from_callback((size, length + 1), sharding, rows)
 
@@ -63,8 +63,8 @@ class Prefetched(Generic[Batch]):
     """An iterator over `make(start)`, ..., `make(stop - 1)`. A thread makes up to `ahead` of them
     in advance.
 
-        with Prefetched(lambda step: placed(tokens, sharding, step=step, ...), start, stop) as
-        batches:
+        make = lambda step: placed(tokens, sharding, step=step, ...)
+        with Prefetched(make, start, stop) as batches:
             for batch in batches:
                 ...
 
@@ -105,24 +105,25 @@ class Prefetched(Generic[Batch]):
 
     def _run(self, make, start, stop):
         """Makes the batches, in the thread, and puts each into the queue as a pair (batch, error).
-        The last pair has an error: the error of `make`, or `StopIteration`.
+        The last pair has an error: the error of `make`, or `StopIteration`. Returns early if the
+        `with` block ends.
         """
         for step in range(start, stop):
             try:
-                made = (make(step), None)
+                pair = (make(step), None)
             except BaseException as error:
-                made = (None, error)
-            if not self._put(made) or made[1] is not None:
+                pair = (None, error)
+            if not self._put(pair) or pair[1] is not None:
                 return
         self._put((None, StopIteration()))
 
-    def _put(self, made) -> bool:
-        """Puts a pair into the queue as soon as there is room. Returns False if the `with` block
-        ended before that.
+    def _put(self, pair) -> bool:
+        """Puts a pair into the queue as soon as there is room, and returns True. Returns False if
+        the `with` block ended before that.
         """
         while not self._left.is_set():
             try:
-                self._made.put(made, timeout=0.1)
+                self._made.put(pair, timeout=0.1)
             except queue.Full:
                 continue
             return True
@@ -133,11 +134,11 @@ class Prefetched(Generic[Batch]):
 
     def __next__(self) -> Batch:
         """Returns the next batch, or raises the error of `make`, or `StopIteration`."""
-        made, error = self._made.get()
+        next_batch, error = self._made.get()
         if error is not None:
             self._made.put((None, error))  # the next call raises it again
             raise error
-        return made
+        return next_batch
 
     def __enter__(self):
         return self

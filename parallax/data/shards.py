@@ -60,7 +60,7 @@ class Shards:
                 f"got {places.min()} to {places.max()}."
             )
         tokens = np.empty(places.shape, self.parts[0].dtype)
-        # The last part that starts at or before the place.
+        # The number of the last part that starts at or before the place.
         part_of_place = np.searchsorted(starts, places, side="right") - 1
         for part in np.unique(part_of_place):
             inside = part_of_place == part
@@ -117,7 +117,7 @@ def read(
     bytes of shards `rank`, `rank` + `processes`, ...
 
     So the processes of a job together check every byte once before step 0, and a single process
-    checks all bytes. A restarted run may pass `check_bytes=False`, which checks only sizes.
+    checks all bytes. A restarted run may pass `check_bytes=False`; then only sizes are checked.
 
     Raises:
         manifest.Damaged: a shard or the manifest is missing, or differs from what was written; the
@@ -145,7 +145,7 @@ def read(
                 )
             ]
         for check in checks:
-            check.result()
+            check.result()  # raises the check's error
     return Shards(parts, vocabulary)
 
 
@@ -173,7 +173,7 @@ def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> d
 
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
     """Yields the pieces, joined and cut into arrays of `size` tokens; the last may be shorter."""
-    waiting, count = [], 0
+    waiting, count = [], 0  # the pieces that are not yielded yet, and the number of their tokens
     for piece in pieces:
         waiting.append(piece)
         count += len(piece)

@@ -81,7 +81,7 @@ class File:
                 f"got {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # where places stop being consecutive
+        cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # each run of consecutive places: one read
         with self._open() as descriptor:
             for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
                 self._read(descriptor, into[start:stop], int(flat[start]))
@@ -99,7 +99,7 @@ class File:
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
         """Opens the file, and yields its descriptor. Raises `Damaged` after the `with` block if the
-        file has changed since it was checked, so tokens of a changed file are never returned.
+        file has changed since this object was made, so tokens of a changed file are never returned.
         """
         try:
             with _files.open_file(self.path, "a token file") as file:
@@ -117,8 +117,8 @@ class File:
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with the tokens from place `first` on, or until the file ends. One system
-        call may read only a part of them, so it is repeated.
+        """Fills `into` with the tokens from place `first` of the text on, or until the file ends.
+        One system call may read only a part of the tokens, so the call is repeated.
         """
         unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while unfilled:

@@ -22,9 +22,9 @@ from parallax.data.token_file import File, state_of
 
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
-CHUNK = 1 << 19  # tokens checked at a time; an even number
-# If tokens of four bytes, below 4 million, are read as numbers of two bytes, every second number is
-# below this bound.
+CHUNK = 1 << 19  # tokens checked at a time; even, so that odd places of a part are odd in the file
+# If tokens of four bytes, below 4 million (64 * 2^16), are read as numbers of two bytes, every
+# second number is below this bound.
 UPPER = 64
 Tokens = Integer[np.ndarray, "_"]  # any number of tokens: train and held_out differ in it
 Text = TypeVar("Text", np.ndarray, File)
@@ -65,9 +65,10 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
 def store(
     path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None
 ) -> list:
-    """Writes the tokens without a record; returns their `[size in bytes, hash]`.
+    """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
-    `before` is called after the tokens are on the disk, and before the file gets its name.
+    The tokens are first written to a file of another name. `before` is called when they are on the
+    disk, and before that file is renamed to `path`.
     """
     item = stored_as(vocabulary)
     check(tokens, vocabulary, where=f"tokens for {path}")
@@ -91,8 +92,7 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`; they are read when they are indexed.
 
-    A file without a record, which another program wrote, is read as tokens of a vocabulary of size
-    V.
+    A file without a record, which another program wrote, is read as tokens of this vocabulary.
 
     Args:
         path: the path of the file.
@@ -105,8 +105,8 @@ def read(
         FileNotFoundError: there is no file.
         manifest.Damaged: the bytes differ from those that were written, or the record is damaged.
         ValueError: the file was written with another vocabulary or in another format, has four
-            bytes per token although V needs two, is empty or cut short, or holds tokens outside the
-            vocabulary.
+            bytes per token although the vocabulary needs two, is empty or cut short, or holds
+            tokens outside the vocabulary.
     """
     path, item = Path(path), stored_as(vocabulary)
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
@@ -134,12 +134,13 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once, and refuses bytes with another hash, and numbers outside the vocabulary.
+    """Reads `file` once. Refuses bytes whose hash is not `stored`, and numbers outside the
+    vocabulary.
 
     Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
-    read as numbers of two bytes. A file in which every second number is 0 is then refused, because
-    these numbers are the upper halves of tokens. A file in which every second number is below
-    `UPPER` and others are far above is refused for the same reason: V may be up to 4 million.
+    read as numbers of two bytes. Every second number is then the upper half of a token. So a file
+    is refused if every second number is 0. It is also refused if every second number is below 64,
+    and another one is 16 * 64 or more: V is then up to 64 * 2^16, some 4 million.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -169,11 +170,11 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """Returns `(train, held_out)`, views of the first tokens and of the last tokens. `held_out` is
-    the fraction of the tokens that is held out.
+    """Returns `(train, held_out)`, views of the first tokens and of the last tokens. The argument
+    `held_out` is the fraction of the tokens that is held out.
 
-    The text is cut at one place only, so held-out sentences are not next to training sentences.
-    Raises `ValueError` if one side would have no token.
+    The text is cut at one place only, so held-out sentences do not stand between sentences of the
+    training text. Raises `ValueError` if one side would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
@@ -285,5 +286,5 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _chunks(file: File) -> Iterator[np.ndarray]:
-    """Returns the tokens of a file, `CHUNK` at a time."""
+    """Returns an iterator over the tokens of a file, in arrays of `CHUNK` tokens."""
     return (np.asarray(file[at : at + CHUNK]) for at in range(0, len(file), CHUNK))

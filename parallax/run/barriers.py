@@ -51,7 +51,7 @@ TRANSIENT = {
 
 
 class Elsewhere(OSError):
-    """Another process could not do its part; that process prints the reason."""
+    """Raised if another process could not do its part; that process prints the reason."""
 
 
 # A barrier, `meet(key=..., timeout_ms=...)`: it returns when all processes have called it with this
@@ -73,11 +73,11 @@ class Stages:
 
     def __init__(self, name: str, meet: Meet):
         self.again, self._name, self._meet = False, name, meet
-        self._number, self._over = 0, False  # the stages that ended; whether one of them failed
+        self._number, self._over = 0, False  # the number of ended stages; whether one failed
 
     def end(self, error: BaseException | None = None) -> None:
-        """Waits until all processes have ended this stage, and returns if all succeeded. If not, it
-        sets `again`, and raises an error on all processes.
+        """Waits until all processes have ended this stage, and returns if all succeeded. If one did
+        not, it sets `again`, and raises an error on every process.
 
         A barrier carries no message, so a process answers by whether it comes. A process with an
         error does not come to the barrier "well", so the others reach their deadline. If its error
@@ -119,13 +119,15 @@ class Stages:
         """Returns whether to try again after `error`, an error of this process's work or of `end`.
         All processes get the same answer.
         """
-        if not self._over:  # the work failed, and `end` was not called: tell the others
+        if not self._over:  # no stage failed in `end`, so the work did: `end` tells the others
             with contextlib.suppress(Exception):
                 self.end(error)
         return self.again
 
     def _met(self, what: str, seconds: float) -> bool:
-        """Returns whether all processes came to the barrier `what` of this stage in time."""
+        """Returns whether all processes came to the barrier `what` of this stage within `seconds`.
+        Other errors of the barrier are raised.
+        """
         try:
             self._meet(
                 key=f"{self._name}, stage {self._number} {what}", timeout_ms=round(seconds * 1000)
@@ -143,8 +145,8 @@ def _is_late(error: BaseException) -> bool:
 
 
 def transient(error: BaseException | None) -> bool:
-    """Returns whether an error, or its cause, is an error of the storage that may go away by
-    itself: one of `TRANSIENT`, a barrier's deadline, or a file that TensorStore misses.
+    """Returns whether an error, or an error in its chain of causes, may go away by itself: an error
+    number of `TRANSIENT`, a barrier's deadline, or a file that TensorStore misses.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it

@@ -118,7 +118,7 @@ class Checkpoints:
         tries: int = 8,
         say: Callable[[str], Any] = print,
     ):
-        """Checks the arguments, makes the folder, and begins no save; the lock is taken later."""
+        """Checks the arguments, and makes the folder. The lock on it is taken by `with`."""
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
             raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
         if tries < 1:
@@ -129,12 +129,14 @@ class Checkpoints:
                 f"lose 1, save and wait after each."
             )
         self.folder = Path(folder).absolute()
+        # As they are read back from a record: for example, tuples become lists.
         self.settings = json.loads(json.dumps(settings))
         self.lose_at_most, self.keep = lose_at_most, keep
         self.form, self.finite = form, finite
-        self.refused: dict[int, ValueError] = {}
+        self.refused: dict[int, ValueError] = {}  # why a step was refused, by step
         self._saved = None if form is None else eqx.filter_jit(form.to_disk)  # state -> stored form
         self._say = say if jax.process_index() == 0 else lambda line: None
+        # A barrier of all processes; its keys have this name, and the number of the meeting.
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
         self._meet = orbax().multihost.get_barrier_sync_fn()
         manifest.hasher()  # raises now if xxhash is not installed
@@ -206,8 +208,8 @@ class Checkpoints:
         self.wait()
         # By path; in the form that all layouts share, if the run has a `form`.
         arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
-        # The devices search for nan and inf while Orbax begins to write.
-        lost = self._lost(arrays)
+        # The devices search for nan and inf while Orbax begins to write; `not_finite()` waits.
+        not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
         noted = json.loads(json.dumps(dict(note or {})))
@@ -217,7 +219,7 @@ class Checkpoints:
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         empty = stored.empty(plain)  # arrays of size zero, which Orbax does not store
         self._writer.write(
-            record, {name: leaf for name, leaf in plain.items() if name not in empty}, lost
+            record, {name: leaf for name, leaf in plain.items() if name not in empty}, not_finite
         )
 
     def saving(self) -> bool:
@@ -244,8 +246,8 @@ class Checkpoints:
         retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
-        """Starts to search the arrays that must be finite for nan and inf. Returns a function that
-        waits for the search, and returns the names of the arrays that have any.
+        """Starts the search for nan and inf in the arrays that must be finite. Returns a function
+        that waits for the search, and returns the names of the arrays with a nan or an inf.
         """
         return stored.not_finite({name: leaf for name, leaf in arrays.items() if self.finite(name)})
 
@@ -280,7 +282,9 @@ class Checkpoints:
         self.refused = {}  # a file that could not be read before may be readable now
         if before is not None and any(step < before for step in self.steps()):
             asked = f"a checkpoint from before step {before} was asked for"
+            # `seen(...)[0]`: every step that has a folder, or is named as the newest.
             later = (step for step in retention.seen(self.folder)[0] if step >= before)
+            # `Damaged`: `prune` removes such checkpoints as soon as there is a newer good one.
             self.refused |= {
                 step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
             }
@@ -327,25 +331,26 @@ class Checkpoints:
         """Returns the first fault in the files of a checkpoint, or None, alike on all processes.
         Each process hashes its share of the files.
         """
-        # Sorted by size, so that the shares have about equally many bytes.
-        by_size, found = sorted(files, key=lambda name: (-files[name][0], name)), ""
+        # Sorted by size, so that the shares have about equally many bytes. `fault` is a text, to be
+        # sent: the kind of error and its message, or "".
+        by_size, fault = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
             manifest.check_hashes(self._path(step), {name: files[name] for name in share})
         except manifest.Damaged as error:
-            found = f"damaged: {error}"
-        except OSError as error:
-            found = f"unread: {_unreadable(error, self._path(step))}"
+            fault = f"damaged: {error}"
+        except OSError as error:  # not damage: the files may be good, and are never removed
+            fault = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
             self._come()  # some processes hash longer than others
             # Each process sends a text of `TOLD` bytes; the first that is not blank counts.
-            told = multihost_utils.process_allgather(
-                np.frombuffer(found.encode()[:TOLD].ljust(TOLD), np.uint8)
+            faults = multihost_utils.process_allgather(
+                np.frombuffer(fault.encode()[:TOLD].ljust(TOLD), np.uint8)
             )
-            found = next(
-                filter(None, (bytes(each).decode(errors="replace").rstrip() for each in told)), ""
+            fault = next(
+                filter(None, (bytes(text).decode(errors="replace").rstrip() for text in faults)), ""
             )
-        kind, _, words = found.partition(": ")
+        kind, _, words = fault.partition(": ")
         return {"": None, "damaged": manifest.Damaged(words), "unread": ValueError(words)}[kind]
 
     def _refuse(self, step: int, why: ValueError) -> None:
@@ -355,9 +360,10 @@ class Checkpoints:
 
     def _newest_good(self) -> int:
         """Returns the newest step that is not refused and whose files have the right names and
-        sizes; newer checkpoints are then refused. Returns `NONE` if the folder never held a
-        finished checkpoint, and raises `Refused` if it has none that is good.
+        sizes; refuses the newer checkpoints. Returns `NONE` if the folder never held a finished
+        checkpoint. Raises `Refused` if it held some, and none is good.
         """
+        # Each step with a folder or named in `newest.json`; why that file cannot be read, or "".
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -394,6 +400,7 @@ class Checkpoints:
             manifest.Damaged: an array that must be finite is not.
         """
         like = stored.shapes(like)
+        # `like` in the stored form, as shapes.
         wanted = like if self.form is None else stored.converted(self.form.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(
@@ -408,6 +415,7 @@ class Checkpoints:
                 f"{others}. Make what belongs to the "
                 "code a static field."
             )
+        # The shapes as Orbax stores the arrays: random keys are integers.
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         empty = stored.empty(template)  # arrays of size zero, which Orbax does not store
         template = {name: leaf for name, leaf in template.items() if name not in empty}
@@ -433,5 +441,5 @@ class Checkpoints:
 
 
 def _unreadable(error: OSError, path: Path) -> str:
-    """Returns the sentence that says which file, in `path` or `path` itself, cannot be read."""
+    """Returns a sentence that says which file cannot be read: the file of `error`, or `path`."""
     return f"{error.filename or path}: it cannot be read; {error.strerror}."

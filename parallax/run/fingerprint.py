@@ -96,13 +96,13 @@ def check(step: int, tree: PyTree) -> None:
 
 def differing(tree: PyTree) -> list[Differs]:
     """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
-    list if none do.
+    list if no copies differ.
 
     The sharding of an array says which blocks should be equal: those of devices along the mesh axes
     that the spec does not name. All processes must call the function, and get the same list. The
-    copies that most devices hold are taken to be right. The rarest copy comes first in the list: if
-    a step has carried the fault on to other devices, as between tensor shards, the fault most
-    likely began there.
+    copies that most devices hold are taken to be right. The rarest copy comes first in the list. If
+    a step has carried the fault to other devices, as between tensor shards, the fault most likely
+    began at the rarest copy.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -121,8 +121,8 @@ def differing(tree: PyTree) -> list[Differs]:
 
 
 def uncompared(tree: PyTree) -> list[str]:
-    """Returns the paths of the arrays (or shapes with shardings) that have only one copy. The
-    errors are those of `differing`.
+    """Returns the paths of the arrays (or of the shapes with shardings) that have only one copy,
+    and so cannot be compared. The errors are those of `differing`.
     """
     placed = _placed(tree)
 
@@ -137,8 +137,8 @@ def uncompared(tree: PyTree) -> list[str]:
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
-    """Returns the program that `differing` runs for these arrays, or shapes with shardings, so that
-    it can be read. The errors are those of `differing`.
+    """Returns the program that `differing` runs for these arrays, or for shapes with shardings, so
+    that you can read the program. The errors are those of `differing`.
     """
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
@@ -187,7 +187,9 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether all words equal those of the first device along the dims `along`."""
+    """Returns whether all words equal those of the first device along the dims `along`, which are
+    the mesh axes along which the leaves are copies.
+    """
     first = words
     for dim in along:
         first = lax.slice_in_dim(first, 0, 1, axis=dim)
@@ -198,8 +200,8 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Returns two words of 32 bits that depend on all bits of `x`, of any dtype, and on their
-    places.
+    """Returns two words of 32 bits: a checksum of the bits of `x`, of any dtype, and of the places
+    of its numbers.
 
     Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
     Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
@@ -211,14 +213,15 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     """
     bits = _bits(_plain(x))
     strides = [math.prod(bits.shape[dim + 1 :]) % 2**32 for dim in range(bits.ndim)]
-    parts = [
+    index_times_stride = [
         lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * np.uint32(stride)
         for dim, stride in enumerate(strides)
     ]
     # The place of each number in row-major order, modulo 2^32.
-    place = sum(parts, jnp.zeros(bits.shape, jnp.uint32))
+    place = sum(index_times_stride, jnp.zeros(bits.shape, jnp.uint32))
     # 2^32 over the golden ratio: the products of neighbouring places differ in many bits.
     mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))
+    # Odd weights have inverses modulo 2^32, so each change of a number also changes this sum.
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
 
     # One reduction for both words: two reductions would each store an array as large as `x` on a
@@ -247,8 +250,8 @@ def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the bits of each number as a word of 32 bits; numbers of more bits get a last dim of
-    several words.
+    """Returns the bits of each number in a word of 32 bits. The words of a number of more bits, or
+    of a complex number, stand in a new last dim.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
@@ -348,17 +351,17 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies that differ, the rarest first.
-
-    `words` are the words of all devices, [*mesh, leaves, words].
+    """Returns the copies that differ, the rarest first. `words` are the checksums of all devices,
+    [*mesh, leaves, words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
+        # The dims of the mesh along which the devices have other blocks of the leaf.
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
-        for devices in _groups(placed.mesh, splits):
+        for places in _groups(placed.mesh, splits):
             differences += _strays(
                 path,
-                {place: tuple(words[place][number].tolist()) for place in devices},
+                {place: tuple(words[place][number].tolist()) for place in places},
                 placed.mesh,
             )
     # The copies that the fewest devices have come first.
@@ -366,8 +369,8 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """Returns the places of the devices in the mesh, in groups that should hold equal blocks: the
-    devices of a group have the same index along the dims `splits`.
+    """Returns the places of the devices in the mesh, as index tuples, in groups that should hold
+    equal blocks: the devices of a group have the same index along each of the dims `splits`.
     """
     groups = defaultdict(list)
     for place in np.ndindex(*device_mesh.devices.shape):
@@ -378,10 +381,10 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """Returns the devices of one group whose words differ from the most common ones. If no words
-    are the most common, all devices of the group are returned.
+    """Returns the devices of one group whose words differ from the most common ones. If two
+    versions are equally common, it returns all devices of the group.
 
-    `words_of` has the words of each device by its place in the mesh.
+    `path` is the leaf. `words_of` has the words of each device by its place in the mesh.
     """
     counts = Counter(words_of.values())
     if len(counts) == 1:
@@ -400,7 +403,7 @@ def _strays(
             device_mesh.devices[at].process_index,
             alike(at),
             len(words_of),
-            most > second,
+            most > second,  # outvoted: one version is on more devices than any other
         )
         for at in strays
     ]

@@ -43,7 +43,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
     The message is one write, so that the lines of several processes do not mix.
     """
-    # Each by itself: if nobody reads stdout any more, the message is still written to stderr.
+    # Each call fails alone: if nobody reads stdout any more, the message still goes to stderr.
     for write in (sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):
             write()
@@ -53,10 +53,10 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
-    """Ends the process at once. It is a handler for `signals.listening`, for when there is nothing
-    to save.
+    """Ends the process at once, without a save. It is a handler for `signals.listening`, which
+    passes the signal and the count of signals so far.
     """
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
-        128 + number,
+        128 + number,  # the exit code with which a shell reports a signal
     )

@@ -31,8 +31,7 @@ from typing import Any
 from parallax import _files
 
 FILE = ".lock"
-# `take` tries again if another run releases its lock meanwhile, and removes the folder or file.
-TRIES = 10
+TRIES = 10  # of `take`
 TOLD = 3.0  # seconds to wait for the record of the process that holds the lock
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
@@ -57,8 +56,8 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Releases the lock. Removes its file, and the folders that `take` made if they are still
-        empty.
+        """Releases the lock. Removes the lock's file, and those of the folders that `take` made
+        that are still empty.
         """
         atexit.unregister(self.release)
         if self._file_lock.is_locked:
@@ -72,7 +71,8 @@ class Lock:
 def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     """Returns the exclusive lock on `folder`, which is made if it is missing.
 
-    In a job of several processes, rank 0 takes the lock.
+    In a job of several processes, call it only on rank 0. On a file system without locks it prints
+    a line, and returns a `Lock` that keeps no other run out.
 
     Raises:
         Held: another run has the lock.
@@ -96,6 +96,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     created: list[Path] = []
     try:
         for _ in range(TRIES):
+            # Another run that releases its lock meanwhile may remove the folder or the file.
             with contextlib.suppress(FileNotFoundError):
                 _make(folder, created)
                 file_lock.acquire()
@@ -133,15 +134,15 @@ def _make(folder: Path, created: list[Path]) -> None:
 
 
 def _remove(created: list[Path]) -> None:
-    """Removes those of the folders that are empty, the innermost first."""
+    """Removes each of the folders that is empty, the innermost first."""
     for path in reversed(created):
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def _sign(path: Path, descriptor: int) -> None:
-    """Writes the host and the process that hold the lock into its open file. If that fails, it
-    removes the file, whose old record would name another run.
+    """Writes into the lock's open file which host and process hold the lock. If that fails, it
+    removes the file, because the old record in it would name another run.
     """
     record = {
         "host": socket.gethostname(),
@@ -158,8 +159,8 @@ def _sign(path: Path, descriptor: int) -> None:
 
 
 def _holder(folder: Path) -> str:
-    """Returns the words for the process that holds the folder. It reads again until that process
-    has written its record, for at most `TOLD` seconds.
+    """Returns the words for the process that holds the folder. Reads the lock's file until that
+    process has written its record there, for at most `TOLD` seconds.
     """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:

@@ -22,15 +22,15 @@ from parallax.step import Info
 
 
 class OverBudget(RuntimeError):
-    """Raised when more steps were not finite than the run allows."""
+    """Raised when the run has had more non-finite steps than it allows."""
 
 
 @dataclasses.dataclass
 class Skipped:
     """Counts the steps that `step.make` skipped because they were not finite, against a budget.
 
-    With a loss scale, a step that overflows shows that the scale was too large, and the scale is
-    lowered. Only an overflow at the smallest scale counts.
+    With a loss scale, a step that overflows shows that the scale was too large, and `step.make`
+    lowers the scale. Only an overflow at the smallest scale counts.
 
     Args:
         budget: the number of steps that may be skipped in a run.
@@ -40,11 +40,14 @@ class Skipped:
 
     budget: int
     steps: list[int] = dataclasses.field(default_factory=list)
-    _scale: float = dataclasses.field(default=math.inf, init=False)  # before the step to count
+    # The loss scale before the step to count. Infinite before the first one, whose scale is not
+    # known: that step then counts as one above the smallest scale.
+    _scale: float = dataclasses.field(default=math.inf, init=False)
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps were skipped
-        than the budget allows; the state is still good to save.
+        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps than the
+        budget were skipped, without those that only lowered the loss scale. The state is still good
+        to save.
 
         Args:
             number: the number of the step.
@@ -61,13 +64,14 @@ class Skipped:
         loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
-            what = (
+            update_not_finite = (
                 " What the update makes of them is not finite."
                 if math.isfinite(loss + norm)
                 else ""
             )
             raise OverBudget(
-                f"step {number}: the loss is {loss} and the gradient norm {norm}.{what} "
+                f"step {number}: the loss is {loss} and the gradient norm {norm}."
+                f"{update_not_finite} "
                 f"{len(self.steps)} steps were not finite "
                 f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is "
                 f"{self.budget}. Lower the learning rate, clip "
@@ -137,10 +141,11 @@ Sink = Callable[[int, Mapping[str, float]], None]
 def recorded(
     path: str | Path, *, say: Callable[[str], Any] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """Returns the records that `jsonl` wrote to a file, oldest first; none if there is no file.
+    """Returns the records that `jsonl` wrote to a file, oldest first; an empty list if there is no
+    file.
 
     A line that is not a record, such as one that a crash cut short or filled with zeros, is left
-    out; `say` is called with the number of such lines.
+    out. If there are such lines, `say` is called with a message that has their number.
     """
     path, records, others = Path(path), [], 0
     if not path.exists():
@@ -191,13 +196,15 @@ def jsonl(
             if record["step"] <= after
         )
         partial.write_text("".join(lines_to_keep), encoding="utf-8")
-        os.replace(partial, path)
+        os.replace(partial, path)  # a crash leaves the old file or the new one, both whole
 
-    waiting: list[str] = []
-    failed_since = math.inf
+    waiting: list[str] = []  # lines that are not written yet
+    failed_since = math.inf  # the time of the first failure since the last success
 
     def sink(step, values):
-        """Writes the line of `step`, and the lines that wait."""
+        """Writes the line of `step`, and the lines that wait. If the storage fails, they all wait,
+        or after `patience` seconds an error is raised.
+        """
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")
         try:  # if it fails, `_append` tries to remove the lines that it has written
@@ -231,8 +238,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def to_all(*sinks: Sink) -> Sink:
-    """Returns a sink that passes each record to all of `sinks`. Without arguments it does nothing,
-    which is right for ranks other than 0.
+    """Returns a sink that passes each record to all of `sinks`. `to_all()` is a sink that does
+    nothing, which is right for ranks other than 0.
     """
 
     def sink(step, values):

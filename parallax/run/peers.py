@@ -52,17 +52,19 @@ class Peers:
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
-        """Writes the first entry, checks that rank 0 is of the same job, and starts the thread."""
+        """Writes the first entry, checks that rank 0 is of the same job (if not, ends the process),
+        and starts the thread that writes further entries.
+        """
         self.job, self._client = job, client
         self._entry: dict[str, Any] = {
             "who": job.who,
             "name": job_name(),
             "doing": "starting",
-            "waits": True,
-            "left": False,
+            "waits": True,  # for the other processes, in this phase
+            "left": False,  # whether the process has finished its work
             "count": 0,  # of entries: it stands still if the process does
         }
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # the thread ends
         self._write_entry()
         # Waits for the first entry of rank 0, and compares the names of the two jobs.
         first = client.blocking_key_value_get(f"{RANKS}0", int(1000 * limit))
@@ -77,7 +79,7 @@ class Peers:
             )
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # of a program that ends without `processes.run`
+        atexit.register(self.close)  # for a program that ends without `processes.run`
 
     def does(self, doing: str, *, waits: bool) -> None:
         """Sets the phase of this process, as in `doing="in step 3"`. `waits` says that the phase
@@ -99,7 +101,7 @@ class Peers:
         """Tells the others that this process ends because of an error, as in `why="raised
         ValueError"`; they then end too.
 
-        Rank 0 waits until they have read it, because JAX's service ends with rank 0.
+        Rank 0 waits `GRACE` seconds, so that they can read it: JAX's service ends with rank 0.
         """
         self._closed.set()
         key = f"{RAISED}{self.job.rank}"
@@ -109,15 +111,17 @@ class Peers:
             time.sleep(GRACE)
 
     def culprit(self) -> str:
-        """Names the process that most likely holds up the others, or returns an empty text.
+        """Returns a message that names the process that most likely holds up the others, or an
+        empty text.
 
-        It takes `GRACE` seconds. If the store, which is in rank 0, does not answer, rank 0 is
-        named.
+        It takes `GRACE` seconds, and at most twice as long. If the store, which is in rank 0, does
+        not answer in that time, rank 0 is named.
         """
 
         def compare() -> str:
-            """Reads the entries twice, and returns an error that a process told, or else a
-            guess."""
+            """Reads the entries twice, and returns an error that a process told, or else a guess
+            from the two readings.
+            """
             before = self._read(RANKS)
             time.sleep(GRACE)
             raised = list(self._read(RAISED).values())
@@ -139,12 +143,13 @@ class Peers:
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
     def _run(self) -> None:
-        """Writes this process's entry every `BEAT` seconds, in a thread; ends the process if
-        another one raised an error. Rank 0 also names processes that no longer write.
+        """Writes this process's entry every `BEAT` seconds, in a thread, and ends the process if
+        another one raised an error. Rank 0 also prints a line about each process that no longer
+        writes its entry.
         """
         # The last count of each process, by its key, and the time when that count was first read.
         heard: dict[str, tuple[int, float]] = {}
-        named: set[str] = set()
+        named: set[str] = set()  # the keys of processes about which a line was printed
         while not self._closed.wait(BEAT):
             try:
                 self._write_entry()
@@ -152,6 +157,7 @@ class Peers:
                 entries = self._read(RANKS) if self.job.rank == 0 else {}
             except jax.errors.JaxRuntimeError:
                 return  # JAX ends the process, or has shut its service down
+            # A process that tells an error of its own has set `_closed` before.
             if raised and not self._closed.is_set():
                 time.sleep(BEAT)  # the process that raised prints its traceback first
                 jobs.end(f"{self.job.who}: {raised[0]}. The job ends.\n")
@@ -185,7 +191,7 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
     The first choice is a process that has left. The second is one whose count is the same in the
     two readings, `before` and `after`. The third is one in a phase that does not wait for others.
-    `rank` is this process, which is left out.
+    `rank` is this process, which is left out. The readings have the entries by key.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():
@@ -207,7 +213,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     results = []
 
     def run() -> None:
-        """Calls, in a thread: a call of JAX's service cannot be interrupted."""
+        """Runs `call` in a thread, because a call of JAX's service cannot be interrupted."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             results.append(call())
 

@@ -35,7 +35,7 @@ from parallax.run.peers import Peers
 Result = TypeVar("Result")
 NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables for launchers unknown to JAX
 ALONE = "coordinator_address should be defined"  # JAX's error if it finds no launcher
-SPARE = 60  # seconds added to JAX's own limit of the start, which would end without a message
+SPARE = 60  # seconds by which JAX's own limit of the start is later than this module's
 
 
 def initialize(
@@ -86,20 +86,21 @@ def initialize(
                 processes,
                 rank,
                 local_device_ids,
+                # JAX would end the process without a message, so its limit comes later.
                 initialization_timeout=math.ceil(initialization_timeout) + SPARE,
                 heartbeat_timeout_seconds=heartbeat_timeout,
                 # With a local address, the service listens on this machine only.
                 coordinator_bind_address=coordinator if _is_local(coordinator) else None,
             )
     except ValueError as error:
-        # With `ALONE`, JAX has found no launcher: this is a job of one process.
+        # `ALONE` is JAX's error if it finds no launcher: then this is a job of one process.
         if coordinator or rank is not None or ALONE not in str(error):
             raise
         connected = False
-    job = Job(*types.rank_and_processes()) if connected else Job()
+    job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            jax.distributed.shutdown()
+            jax.distributed.shutdown()  # all processes raise: none waits for the others
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
                 f"initialize: cpu_devices={cpu_devices} must divide by the {job.processes} "
@@ -118,7 +119,8 @@ def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
     """Returns the coordinator, the number of processes and the rank: the arguments, or else the
-    values of the JAX_... variables. Refuses a number of processes or a rank without the other two.
+    values of the JAX_... variables. Refuses a number of processes or a rank without the other two,
+    and a coordinator without a port.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -192,6 +194,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
     code and message. `lock.Held` (another run holds the folder) prints one line.
     """
     several = jax.distributed.is_initialized()
+    # A signal asks a job of several processes to stop together; a single process ends at once.
     hear = StopRequest(several).hear if several else interrupted
     # SIGTERM is not listened to: in a job of several processes, JAX's service catches it.
     numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
@@ -203,8 +206,9 @@ def run(main: Callable[[], Any], job: Job) -> None:
     except SystemExit as ending:
         if isinstance(ending.code, int) and ending.code:
             _fail(job, "", f"ended with code {ending.code}", ending.code)
-        elif ending.code:
+        elif ending.code:  # a message
             _fail(job, f"{ending.code}\n", "ended early")
+        # With code 0 or None the process ends as if `main` had returned.
     except BaseException as error:
         text = traceback.format_exc()
         if job.peers and of_peers(error):
@@ -228,7 +232,7 @@ def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
 
 
 def _shut_down(job: Job) -> None:
-    """Waits until all processes have come here, and disconnects."""
+    """Waits until all processes of the job have come here, and disconnects this one."""
     if job.peers:
         job.peers.leave()  # so that the others do not report this process as silent
     if jax.distributed.is_initialized():
@@ -296,7 +300,9 @@ class StopRequest:
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
-        """Returns whether to save and end after `step`; all processes get the same answer."""
+        """Returns whether to save and end after `step`. All processes get the same answer, from
+        JAX's preemption service; a single process looks for its own signal.
+        """
         return (
             multihost_utils.reached_preemption_sync_point(step)
             if self._several
@@ -326,7 +332,7 @@ class StopRequest:
 @contextlib.contextmanager
 def preemption() -> Iterator[StopRequest]:
     """Yields a function of the step that returns whether SIGTERM, Ctrl-C or SIGHUP has come to any
-    process. It returns true at the same step on all processes.
+    process. The function returns true at the same step on all processes.
 
         with processes.preemption() as preempted:
             for i in range(start, steps):
@@ -336,8 +342,8 @@ def preemption() -> Iterator[StopRequest]:
 
     In a job of several processes, all must call the function at every step, from the same step on:
     JAX's preemption service stops all of them after the latest step that any process has reached.
-    The service itself catches SIGTERM, as soon as `initialize` has run. A second Ctrl-C ends the
-    process at once.
+    The service itself catches SIGTERM, as soon as `initialize` has run. A Ctrl-C after another
+    signal ends the process at once.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

@@ -82,7 +82,7 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """
     if folder.is_symlink():
         return False
-    for name in (CONTENTS, MANIFEST):
+    for name in (CONTENTS, MANIFEST):  # if the first cannot be read, the second may be whole
         with contextlib.suppress(ValueError, RecursionError, OSError):
             entries = manifest.read(folder / name)
             entries.pop("files", None)
@@ -97,8 +97,8 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     """Returns the record of the checkpoint in `folder`, and the `[size, hash]` of each file by
     name. The files themselves are not read.
 
-    Raises `manifest.Damaged` if the manifest is missing or malformed, and a plain `ValueError` if
-    it has another format.
+    Raises `manifest.Damaged` if the manifest is missing or malformed, or lists more bytes than such
+    arrays can need. Raises a plain `ValueError` if it has another format.
     """
     path = folder / MANIFEST
     entries = manifest.read(path)
@@ -118,8 +118,9 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns a bound on the bytes of a checkpoint's files, from the shapes of its arrays. A
-    manifest that lists more is refused, so that no absurdly large file is hashed.
+    """Returns a bound on the bytes of a checkpoint's files: twice 16 bytes for each number of its
+    arrays, and 1 GiB. A manifest that lists more is refused, so that no absurdly large file is
+    hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
@@ -200,8 +201,9 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if the files in a folder differ in name or size from those listed
-    in `files`, or if the record differs from the one in `contents.json`. Hashes are not checked.
+    """Raises `manifest.Damaged` if the files in a folder differ in name or size from those that its
+    manifest lists, `files`, or if the manifest's record differs from the one in `contents.json`.
+    Hashes are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
@@ -235,7 +237,9 @@ def arrays_of(folder: Path) -> list[Path]:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a JSON value is a finite number, or a list of two: a complex number."""
+    """Returns whether a JSON value is a finite number, or a list of two: the parts of a complex
+    number.
+    """
     parts = value if isinstance(value, list) and len(value) == 2 else [value]
     return all(
         isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part))

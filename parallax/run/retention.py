@@ -46,6 +46,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """Returns the step in the name of a checkpoint's folder; None for other names."""
+    # `0000000100` has ten digits, but `path_of` writes step 100 with eight, and so is not its path.
     named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
     return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
 
@@ -59,8 +60,8 @@ def finished(folder: Path) -> list[int]:
 
 
 def seen(folder: Path) -> tuple[list[int], str]:
-    """Returns every step that has a folder or is named in `newest.json`, oldest first; and the text
-    of the error if `newest.json` cannot be read, or "".
+    """Returns two things: every step that has a folder or is named in `newest.json`, oldest first;
+    and the text of the error if `newest.json` cannot be read, or "".
     """
     steps, wrong = (
         {
@@ -91,7 +92,7 @@ def newest_in_words(folder: Path) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Returns the first three of `names` for a message, with the number of the others."""
+    """Returns a text with the first three of `names`, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -113,9 +114,10 @@ def make_room(
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():
         aside = Path(f"{path}{OLD}")
-        # Only an older checkpoint of this step and run is removed there.
+        # An older checkpoint of this step and run there makes way; any other folder stays.
         if aside.is_dir() and records.is_of(aside, step, settings):
             remove(aside)
+        # The first name that is free: 00000100.replaced, 00000100.replaced.2, ...
         names = itertools.chain(
             [aside], (Path(f"{aside}.{number}") for number in itertools.count(2))
         )
@@ -137,7 +139,7 @@ def prune(
     """
     # Each folder is checked only once. A folder that cannot be read counts as another run's, and
     # stays; at a second check it might be readable, and would be removed.
-    ours = {}
+    ours = {}  # this run's folders, with the step of each
     for path in folder.iterdir():
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
         if step is not None and path.is_dir() and records.is_of(path, step, settings):
@@ -152,19 +154,19 @@ def prune(
         return
 
     def stays(step):
-        """Returns whether the checkpoint of `step` stays, by the rules above except for the
-        loss."""
+        """Returns whether the checkpoint of `step` stays. Does not look at a measured loss."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
             return True
         return retention.every is not None and step % retention.every == 0
 
-    going = {
+    to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    for path in going.keys() - {
-        _evaluated(folder, newest, {step for step in going.values() if step not in refused})
+    # Without the newest checkpoint whose loss was measured, if it is among them.
+    for path in to_remove.keys() - {
+        _evaluated(folder, newest, {step for step in to_remove.values() if step not in refused})
     }:
         remove(path)
     # Left by a run that was killed while it wrote the file: no other run writes here now.

@@ -20,11 +20,11 @@ Hear = Callable[[signal.Signals, int], None]
 
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
-    """Calls `hear(signal, count)` in a thread for each of these signals that comes during the
-    `with` block; `count` is the number of signals so far.
+    """Calls `hear(signal, count)` in a thread for each signal of `numbers` that comes during the
+    `with` block; `count` is the number of such signals so far.
 
-    A signal that was ignored, as by nohup, stays ignored. Only the main thread can listen; in other
-    threads nothing changes.
+    A signal that was ignored before, as by nohup, stays ignored. Only the main thread can listen;
+    in other threads nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,8 +39,8 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def listen() -> None:
-        """Reads signals' numbers from the pipe, one byte each, until `END`, and calls `hear` if the
-        signal is in `heard`.
+        """Reads signals' numbers from the pipe, one byte each, until `END`. Calls `hear` for each
+        signal that is in `heard`; the pipe also gets signals that other handlers catch.
         """
         count = 0
         while (byte := os.read(read_end, 1)) != END:

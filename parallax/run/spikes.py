@@ -38,8 +38,8 @@ class Spiked(RuntimeError):
 
 
 class Spikes:
-    """Counts the spikes among the losses of a run. All processes pass it the same losses, so they
-    all get the same answers.
+    """Counts the spikes among the losses of a run. All processes pass the same losses to it, so all
+    get the same answers.
 
     Args:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
@@ -67,8 +67,8 @@ class Spikes:
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
-        """Returns whether the loss of step `number` was a spike: above the `limit` that the step
-        was given.
+        """Returns whether the loss of step `number` was a spike: above `limit`. A loss that is no
+        spike, and finite, joins the losses of the median.
 
         Raises:
             Spiked: it was a spike, and `budget` of the last 64 steps were spikes.
@@ -95,8 +95,8 @@ class Spikes:
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
         """Returns the guard for a run that went back from `step` to the checkpoint of step `first`.
 
-        It has the losses of the checkpoint's `note`, and skips the batches of the steps after
-        `first` up to `step`.
+        The guard has the losses of the checkpoint's `note`. It skips the batches of the steps after
+        `first`, up to and with `step`.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

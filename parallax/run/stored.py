@@ -34,6 +34,7 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: two leaves have one path, or a plain number is not finite.
     """
+    # `dotted` gives "" if the tree is a single leaf; `is_array` is true of shapes, too.
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
     arrays = {name: leaf for name, leaf in named if mesh.is_array(leaf)}
     plain = (
@@ -85,16 +86,16 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
         """Returns the shape and dtype of a result, with this sharding."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
 
-    # `lower` has traced `convert`, which left the leaves that are no arrays in `statics`.
+    # When `lower` traced `convert`, that added the leaves that are no arrays to `statics`.
     return eqx.combine(jax.tree.map(shape, lowered.out_info, shardings), statics[-1])
 
 
 def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -> PyTree:
-    """Returns `from_disk(state)` in the shardings of `like`."""
+    """Returns `from_disk(state)`, with the shardings of the arrays of `like`."""
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
-    # The call, which comes first, traces `convert`; it left its other leaves in `statics`.
+    # The call of `convert` comes first; its trace adds the leaves that are no arrays to `statics`.
     return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
 
 
@@ -102,8 +103,8 @@ def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
-    which `jax.jit` can trace; and a list. When it is traced, the function adds to the list the tree
-    of its other results, which are not arrays.
+    which `jax.jit` can trace; and a list. Each trace of the function adds to the list a tree of the
+    other leaves of the result, which are not arrays.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -156,10 +157,12 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns `like` with the stored arrays and numbers in their places; its other leaves stay."""
+    """Returns `like` with the stored arrays and plain numbers, by path; other leaves stay."""
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of the leaf of `like`."""
+        """Returns the stored number or array with this path, in the type of the leaf of `like`. A
+        complex number was stored as a list of its parts, and random keys as integers.
+        """
         name = mesh.dotted(path) or "state"
         if name in numbers:
             return (
@@ -177,10 +180,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Returns a function that returns the names of the arrays with a nan or an inf.
+    """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
+    the search, and returns the names of the arrays with a nan or an inf.
 
-    This call starts the check on the devices, and the function waits for its result; the arrays may
-    be donated in between. All processes get the names, whichever process has the shard.
+    The arrays may be donated in between. All processes get the same names.
     """
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -196,10 +199,10 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
 
 @jax.jit
 def _all_finite(arrays):
-    """Returns whether all numbers of each array are finite, by name.
+    """Returns a dict from each array's name to whether all its numbers are finite.
 
-    A finite number times 0 is 0, and nan or inf times 0 is nan, so the sum of the products is
-    finite only if all numbers are. On CPUs this sum takes two thirds of the time of
+    A finite number times 0 is 0, and nan or inf times 0 is nan. So the sum of these products is
+    finite only if all numbers are finite. On CPUs the sum takes two thirds of the time of
     `all(isfinite)`.
     """
 
@@ -231,12 +234,12 @@ def plain(leaf: Any) -> Any:
 
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of size zero, which Orbax does not store. For a `jax.ShapeDtypeStruct` of
-    size zero, it makes the array.
+    """Returns those of the arrays that have size zero, which Orbax does not store. For a
+    `jax.ShapeDtypeStruct` of size zero, it makes the array.
     """
 
     def array(leaf):
-        """Returns the leaf as an array."""
+        """Returns an array unchanged, and a new array for a `jax.ShapeDtypeStruct`."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
@@ -246,20 +249,20 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Copies this process's blocks of the arrays to the host's memory. Returns a function that
-    makes the arrays again from the copies, also after they were donated.
+    makes the arrays again from the copies, also after the arrays were donated.
 
-    The arrays that it makes stay in the host's memory, if the devices can read that memory.
+    The new arrays stay in the host's memory, if the devices can read that memory.
     """
-    split = {
+    copied = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)
         for name, leaf in arrays.items()
         if isinstance(leaf, jax.Array)
     }
-    others = {name: np.array(leaf) for name, leaf in arrays.items() if name not in split}
+    of_numpy = {name: np.array(leaf) for name, leaf in arrays.items() if name not in copied}
 
     def again():
         """Returns all arrays, made from the copies."""
-        return others | {name: _of_blocks(*parts) for name, parts in split.items()}
+        return of_numpy | {name: _of_blocks(*copy) for name, copy in copied.items()}
 
     return again
 
@@ -268,12 +271,13 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     """Returns this process's blocks of an array, by device, copied to the host. Devices with copies
     of one block share one copy.
     """
-    places = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
-    distinct = {index: data for _, index, data in places}
-    for data in distinct.values():
+    # The index as text, since slices are no keys of a dict. Copies of a block have one index.
+    shards = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
+    distinct = {index: data for _, index, data in shards}
+    for data in distinct.values():  # starts all copies before the first is waited for
         data.copy_to_host_async()
     on_host = {index: np.asarray(data) for index, data in distinct.items()}
-    return {device: on_host[index] for device, index, _ in places}
+    return {device: on_host[index] for device, index, _ in shards}
 
 
 def _of_blocks(
@@ -298,5 +302,5 @@ def _of_blocks(
 
 
 def _is_key(leaf: Any) -> bool:
-    """Returns whether an array is of random keys."""
+    """Returns whether an array holds random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -82,14 +82,16 @@ class Watchdog:
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """Sets the phase of this rank. `waits` says that it cannot end without other ranks."""
+        """Sets the phase of this rank. `waits`: the phase cannot end without the other ranks."""
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:
             self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
 
     @property
     def _limit(self) -> float:
-        """The seconds that the step, or the start, may take."""
+        """The seconds that the current step may take. Until the second step begins they are
+        `first`, because the first step is compiled.
+        """
         return self.seconds if self._steps > 1 else self.first
 
     @property
@@ -111,10 +113,12 @@ class Watchdog:
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
+                # Short waits: the limit may become shorter, as when the second step begins.
                 if self._left.wait(min(seconds_left, 0.5)):
                     return
             waits, began, phase = self._waits, self._step_began, self._phase
-            # A rank that waits is probably held up: it takes the time to ask for the culprit.
+            # A rank that waits is probably held up: it first asks for the culprit, as that rank
+            # then prints before it.
             culprit = self._culprit() if waits else ""
             if self._step_began == began:  # still the same step: it is really late
                 break
@@ -133,7 +137,9 @@ class Watchdog:
         end("")
 
     def _culprit(self) -> str:
-        """Returns the process at fault in words, after `GRACE` seconds; "" if none is known."""
+        """Returns a message that names the process at fault; "" if none is known. It takes `GRACE`
+        seconds, or more if JAX's service does not answer.
+        """
         if self.job.peers:
             return self.job.peers.culprit()
         time.sleep(GRACE)

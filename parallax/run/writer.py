@@ -59,6 +59,7 @@ class Writer:
         """Makes Orbax's checkpointer; nothing is written yet."""
         self._folder, self._name, self._tries, self._say = folder, name, tries, say
         self._make_room, self._sealed = make_room, sealed
+        # A barrier of all processes, and the numbers of the saves, which the barriers' keys have.
         self._meet, self._saves = orbax().multihost.get_barrier_sync_fn(), itertools.count()
         self._stages = Stages(name, self._meet)
         self.arrays = self._checkpointer()
@@ -69,9 +70,9 @@ class Writer:
         """Begins to write a checkpoint. The arrays may be donated as soon as the call returns. No
         other checkpoint may be in progress.
 
-        `lost` returns the names of the arrays that are not finite, when the search has ended. It is
-        called after the writing has begun, so that both run at once. If it returns any names, the
-        files are removed again.
+        `lost` waits for the search for nan and inf, and returns the names of the arrays that have
+        any. It is called after the writing has begun, so that both run at once. If it returns
+        names, the files are removed again.
 
         Raises:
             ValueError: an array is not finite.
@@ -84,7 +85,7 @@ class Writer:
         self._stages = Stages(name, self._meet)
         try:
             self._begin(record, arrays)
-        except retention.Later:
+        except retention.Later:  # a mistake of the caller, which a second try would not mend
             raise
         except Exception as failure:
             if not self._stages.failed(failure):
@@ -226,20 +227,24 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Ends a stage of the save in place of each barrier of Orbax."""
+            """Ends a stage of the save, in place of a barrier of Orbax: if a process has failed,
+            all learn it. The stage has a key and a limit of its own.
+            """
             self._stages.end()
 
-        # Folders are made before the save returns. In the background, Orbax would wait 5 minutes
-        # for a folder that it cannot make.
-        ends = checkpoint.options.AsyncOptions(
+        # Folders are made before `save` returns. In the background, Orbax would wait 5 minutes for
+        # a folder that it cannot make.
+        options = checkpoint.options.AsyncOptions(
             barrier_sync_fn=meet, create_directories_asynchronously=False
         )
         return checkpoint.AsyncCheckpointer(
-            handler, async_options=ends, multiprocessing_options=together
+            handler, async_options=options, multiprocessing_options=together
         )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
-        """Returns an error that says which checkpoint was not saved, and which is the newest."""
+        """Returns an error that says which checkpoint was not saved, and which finished one is the
+        newest. Its cause is `error`.
+        """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
         failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
