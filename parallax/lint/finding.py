@@ -23,7 +23,8 @@ class Finding:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Returns the findings as text: three lines for each, and a last line with their number."""
+    """Returns the findings as text: three lines for each, and a last line with their number; or one
+    line if there are none."""
     if not findings:
         return "lint: nothing found."
     lines = [

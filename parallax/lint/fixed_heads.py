@@ -19,16 +19,19 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each attention in `args`, and each line of the program, that makes too
-    many heads.
+    """Yields a finding for each attention in `args` and each line of the program that cuts a
+    device's outputs into all heads of this attention.
+
+    `program` is the traced program with the arguments `args`, the whole arrays.
     """
     modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
     maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
     for module in modules:
+        # The queries stand for all projections, which have the same number of heads.
         heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
         for eqn in maps:
             for axes, size in _splits(eqn, shape):
-                outputs = shape[-2] // size
+                outputs = shape[-2] // size  # of one device, which makes narrower heads of them
                 for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):
                     yield mistakes.fixed_number_of_heads(heads, frozenset(axes), size, line)
 
@@ -40,11 +43,14 @@ def _is_attention(node: Any) -> bool:
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yields the axes that split the outputs of arguments of this shape, and the number of devices
-    along them. `shape` is that of a projection's weight, [..., outputs, inputs].
+    along them; nothing for arguments that are not split. `shape` is that of a projection's whole
+    weight, [..., outputs, inputs].
     """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)
+    # A set: the projections have the same spec and type, which would give equal findings.
     for spec, aval in {*zip(shard_map.params["in_specs"], avals, strict=True)}:
+        # A shorter spec has no entry for the dim of the outputs, the last but one.
         if aval.shape == shape and len(spec) >= aval.ndim - 1:
             axes = entry_axes(spec[aval.ndim - 2])
             size = math.prod(sizes[axis] for axis in axes)
@@ -63,6 +69,7 @@ def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -
                 before, after = (
                     jaxprs.types(atoms)[0].shape for atoms in (eqn.invars, eqn.outvars)
                 )
+                # Slices, and not indices, since a shape may be empty.
                 if before[-1:] == (outputs,) and after[-2:] == parts:
                     lines[source_lines.source(eqn)] = None
     return list(lines)

@@ -86,12 +86,13 @@ class Flat:
         literals: the numbers that are written into the program, by value.
         arguments: the values of its arguments.
         results: the values of its results.
-        made: the operation that makes each value; arguments and literals are not in it.
+        made: the operation that makes each value, by the value's number; no operation makes
+            arguments, constants and literals, so they are not in it.
         used: the operations that use each value.
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
-        """Opens a jaxpr; `scope` is the place of its operations in the program around it."""
+        """Lists the operations of a jaxpr; `scope` is their place in the program around it."""
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
@@ -124,7 +125,7 @@ class Flat:
 
         `arguments` are the numbers of its arguments.
         """
-        numbers = dict(zip(jaxpr.invars, arguments, strict=True))
+        numbers = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> number
         numbers |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
@@ -145,7 +146,7 @@ class Flat:
 
         A call of a function is opened: its operations are added instead. Collectives, loops and
         `shard_map` stay one operation each. An operation inside a function of JAX or of this
-        library is hidden, so that findings show the caller's line.
+        library is hidden (`Scope.is_hidden`), so that findings show the caller's line.
         """
         name = eqn.primitive.name
         if name == COND:
@@ -153,7 +154,8 @@ class Flat:
         ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
         if ours and eqn.params["name"] == remat.GATHERED:  # as `zero.gathered` names its gathers
             scope = scope._replace(on_purpose=True)
-        sent = values.sent(eqn, ours)
+        sent = values.sent(eqn, ours)  # the collective, or None
+        # A collective of this library that is made of several others is opened like a call.
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
@@ -195,11 +197,12 @@ class Flat:
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
     """Returns, for each carry of a loop, its place among the operands and among the results.
 
-    The operands of a `scan` are constants, carries and sliced arrays. Those of a `while` are the
-    constants of its condition, the constants of its body, and the carries.
+    The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
+    and then stacked arrays. The operands of a `while` are the constants of its condition, the
+    constants of its body, and the carries, which are its results.
     """
     if eqn.primitive.name == "scan":
-        first, count = jaxprs.scan_parts(eqn)
+        first, count = jaxprs.scan_parts(eqn)  # the numbers of constants and of carries
     else:
         first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         count = len(eqn.outvars)
@@ -210,11 +213,12 @@ def sliced(eqn: JaxprEqn) -> range:
     """Returns the places of the operands that a loop slices: each trip gets one slice of each."""
     if eqn.primitive.name != "scan":
         return range(0)
+    # The constants and the carries, which `scan_parts` counts, come first.
     return range(sum(jaxprs.scan_parts(eqn)), len(eqn.invars))
 
 
 def body(eqn: JaxprEqn) -> Jaxpr:
     """Returns the body of a loop."""
     if eqn.primitive.name == "scan":
-        return jaxprs.inner(eqn)[0]
+        return jaxprs.inner(eqn)[0]  # the only jaxpr of a `scan`
     return jaxprs.opened(eqn.params["body_jaxpr"])

@@ -19,6 +19,7 @@ from parallax.lint.values import VIEWS, Value
 # devices in the body, and ("carry", i) is the i-th carry at the beginning of the trip.
 LoopPart = tuple[str, int]
 
+# Linear functions of all their operands, which commute with a sum over devices and over trips.
 _LINEAR = VIEWS | {
     *("add", "add_any", "concatenate", "convert_element_type", "optimization_barrier"),
     *("reduce_sum", "replicated", "sub"),
@@ -58,7 +59,9 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the parts of the sum's result."""
+        """Notes a sum of `value` over devices, and returns the parts of the sum's result: those of
+        `value`, and the new sum.
+        """
         # A sum that depends on a carry must stay in the loop: the next trip needs its result.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
@@ -95,7 +98,7 @@ class Loop:
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # If a carry is used in another way, the sums that are added to it must be in it by then.
+        # A carry that is used in another way needs its sums in each trip, so they do not count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
@@ -109,15 +112,17 @@ class Loop:
         """
         name = eqn.primitive.name
         has_parts = [bool(value.parts) for value in values]
-        # `trip` is the depth of the innermost loop that changes the factor.
+        # `trip` is the depth of the innermost loop that changes the factor. If it is less than the
+        # depth of this loop, the factor is the same in all its trips.
         if name == "mul":
             return sum(has_parts) == 1 and values[has_parts.index(False)].trip < self.depth
         if name == "div":
             return has_parts == [True, False] and values[1].trip < self.depth
         axes = frozenset().union(*(self.sums[k].axes for kind, k in parts if kind == "sum"))
-        # A mask that is the same on all devices commutes with their sum.
+        # A mask (the first operand) that is the same on all devices commutes with their sum.
         if name == "select_n":
             return not has_parts[0] and not values[0].differs & axes
         if name == "scatter-add":  # the second operand has the places
             return not has_parts[1] and not values[1].differs & axes
+        # A cast to integers rounds, which is not linear.
         return name in _LINEAR and all(jaxprs.is_float(variable.aval) for variable in eqn.outvars)

@@ -3,7 +3,7 @@
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
 devices along them together. `where` is the caller's source line. `trips` is the number of trips of
 a loop, or None if it is not known. `sent` is a collective: its `kind`, and whether it is made of
-`permutes`, which wait for all devices of the program.
+`permutes`, which wait for all devices of the program. A `Value` has the facts of one value.
 """
 
 import math
@@ -58,6 +58,7 @@ def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where:
 def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
     """Returns the finding for a sum over devices of numbers that are equal on all of them; `value`
     tells whether an earlier sum made them equal."""
+    # `summed` pairs each axis of an earlier sum with the line of that sum.
     before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
     why = before[0] if before else "does not depend on the device there"
     return Finding(
@@ -88,7 +89,8 @@ def same_every_trip(
 
 
 def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
-    """Returns the finding for a sum over devices whose results a loop only adds up."""
+    """Returns the finding for a sum over devices in a loop that only adds its results to a
+    carry."""
     return Finding(
         "sum-in-a-loop",
         where,
@@ -231,8 +233,8 @@ def repeated_on_each_device(
 
 
 def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Finding:
-    """Returns the finding for tokens in the order of the text, in a program that expects them in
-    another order."""
+    """Returns the finding for `tokens` (the inputs, an array) in the order of the text, in a
+    program that expects them in another order."""
     return Finding(
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
@@ -294,6 +296,7 @@ def wide_product(
     the caller `declared` 16 bits. Returns None for other products."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
+    # The 16-bit types of operands, also of those that were cast to a wider type (`narrow`).
     short = {value.narrow for value in operands if value.narrow}
     short |= {aval.dtype.name for aval in avals if is_narrow(aval.dtype)}
     if not wide or not (short or declared):
@@ -301,12 +304,12 @@ def wide_product(
     why = "all products were declared to be in 16 bits"
     if short:
         why = f"an operand came from {' and '.join(sorted(short))}"
-    terms = types(eqn.outvars)[0].size * _summed_terms(eqn)
+    multiply_adds = types(eqn.outvars)[0].size * _summed_terms(eqn)
     return Finding(
         "wide-product",
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
-        f"{wide[0].dtype.name}, and {why}: {terms:,} "
+        f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
         "multiply-adds at its slower rate, of operands of "
         f"{_bytes(sum(nbytes(aval) for aval in wide))} instead of half.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
@@ -320,7 +323,8 @@ def _summed_terms(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return math.prod(operand.shape[dim] for dim in contracted)
-    # A convolution's kernel has one filter for each output feature.
+    # A convolution's kernel has one filter for each output feature; `rhs_spec` begins with the
+    # kernel's dim of output features.
     return kernel.size // kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 

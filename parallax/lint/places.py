@@ -17,7 +17,10 @@ LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a resha
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
-    """Returns the axes that split an array into blocks of several rows."""
+    """Returns the axes that split dims of which a device has several rows, so that its block may
+    not stand for the whole dim. `shape` is that of the device's block.
+    """
+    # A dim with one row on each device may count models, as in an ensemble, so it is left out.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
@@ -37,7 +40,7 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
     same elements in the same places.
     """
     if node.name == "transpose":
-        order = node.eqn.params["permutation"]
+        order = node.eqn.params["permutation"]  # dim `order[j]` of the operand is dim j after it
         return tuple(dims[order.index(i)] for i in range(len(order)))
     return _same_elements(node, dims, program.shape(result), program.shape(operand))
 
@@ -68,10 +71,11 @@ def _same_elements(
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands that a result is made of.
 
-    The result of a loop is made of the carry's first value. In an operation with as many results as
-    operands, such as a barrier, each result is made of its own operand.
+    A carry that a loop returns is made of the carry's first value; a stacked output has no such
+    operand. In an operation with as many results as operands, such as a barrier, each result is
+    made of its own operand. In all others, each result is made of all operands.
     """
-    if node.name in LOOPS:
+    if node.name in LOOPS:  # `carried` gives the places (operand, result) of each carry
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]
     if len(node.outputs) > 1 and len(node.outputs) == len(node.inputs):
         return [node.inputs[node.outputs.index(result)]]
@@ -82,7 +86,8 @@ def joined_axes(program: Flat, node: Node) -> frozenset[str]:
     """Returns the axes of the collectives in an operation: one, or all those in a loop's bodies.
 
     This library's `replicated` declares that a value is the same along its axes, as after a
-    collective over them. `program.ours` gives the jaxpr of a collective of this library.
+    collective over them. `program.ours` returns the jaxpr of a collective of this library, and
+    `sent_inside` yields the collectives in a jaxpr.
     """
     if node.sent:
         return frozenset(node.sent.axes)

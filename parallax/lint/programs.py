@@ -106,7 +106,7 @@ def program(
         )
     try:
         jaxpr = f if isinstance(f, ClosedJaxpr) else eqx.filter_make_jaxpr(f)(*args)[0]
-    except pipeline.Misused as error:
+    except pipeline.Misused as error:  # a pipeline refused one of its functions
         return [Finding(error.kind, error.where, error.harm, error.cure)]
     except TypeError:
         # JAX's error names two shapes that do not fit, and not the layer that was split. The
@@ -114,6 +114,7 @@ def program(
         if found := [*split_by_sharding(args)]:
             return found[:1]
         raise
+    # Outside of any `shard_map`, arguments are whole, so nothing is known of them (`Value()`).
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
     of_arguments = (*unsplit_tokens(jaxpr, args), *narrower_heads(jaxpr, args))

@@ -3,9 +3,9 @@ mistakes are noted. A loop's body is followed again until the facts of its carri
 
 A `Flat` program is a list of operations (`Node`s), whose values are numbered. A `Value` has the
 facts of one value: `differs`, the axes along which it differs between devices; `trip`, the depth of
-the innermost loop that changes it; its `dims`; the `shard`, the argument whose elements it has.
-`sent` is the collective of a node, or None. A collective of this library is one equation, whose
-jaxpr `ours` returns.
+the innermost loop that changes it; `parts`, the sums and carries of a loop that it is a linear
+function of; its `dims`; the `shard`, the argument whose elements it has. `sent` is the collective
+of a node, or None. A collective of this library is one equation, whose jaxpr `ours` returns.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Reading:
 
     def _large(self, axes: Iterable[str]) -> frozenset[str]:
         """Returns the axes that have several devices."""
-        sizes = self.map.sizes if self.map else {}
+        sizes = self.map.sizes if self.map else {}  # only axes that have several devices
         return frozenset(axis for axis in axes if axis in sizes)
 
     def _devices(self, axes: Iterable[str]) -> int:
@@ -138,14 +138,15 @@ class Reading:
 
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
-        """Adds predicates for the operations that are read inside."""
+        """Adds predicates to `predicates` for the operations that are read inside the `with`."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
         self.predicates = outside
 
     def _operation(self, program: Flat, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the results of one operation, and notes mistakes in it."""
+        """Returns the facts of the results of one operation, given those of its operands
+        (`inputs`), and notes mistakes in it."""
         if node.name == "shard_map":
             return self._shard_map(node, inputs)
         if node.name in LOOPS:
@@ -157,7 +158,8 @@ class Reading:
         if self.map is None:
             return results
         note = _ignore if self.silent else self.map.note
-        # Mistakes with dims are noted only in the forward pass.
+        # Mistakes with dims are noted only in the forward pass. JAX names the operations of the
+        # backward pass "transpose(...)".
         in_forward = _ignore if node.is_within("transpose(") else note
         # Three records with parts of each result's facts: its numbers, its dims, and the argument
         # whose elements it has.
@@ -176,16 +178,17 @@ class Reading:
             return [Value(differs=self._large(in_tuple(node.eqn.params["axis_name"])))]
         if node.name != CHOSEN:  # the branches of a conditional were opened into this program
             self._read_kernels(node, inputs)
-        # The sums and carries of the innermost loop that the result is a linear function of.
+        # The sums and carries of the innermost loop that the result is a linear function of. They
+        # are followed only in the last reading of a loop's body, which is not silent.
         parts = frozenset()
         if self.loops and not self.silent:
             parts = self.loops[-1].through(node.eqn, inputs)
-        if node.name == "optimization_barrier":
+        if node.name == "optimization_barrier":  # each result is its own operand
             return [
                 joined([value], narrow=value.narrow, parts=parts & value.parts) for value in inputs
             ]
         result = joined(inputs, narrow=values.narrow(node.eqn, inputs), parts=parts)
-        if node.name == "replicated":
+        if node.name == "replicated":  # declares that its operand is equal along these axes
             result = result._replace(differs=result.differs - set(node.eqn.params["axes"]))
         return [result] * len(node.outputs)
 
@@ -241,10 +244,11 @@ class Reading:
             arguments = [value._replace(parts=frozenset()) for value in arguments]
         for i in flat.sliced(eqn):
             arguments[i] = arguments[i].sliced()
-        if trips == 1:  # as a call: what its trip changes, no loop changes
+        if trips == 1:  # a call: no value changes from one trip to the next
             shards_of = [arguments[i].shard for i in carries]
             returned = self.read(program, arguments, _dims_of(shards_of, program))
             return [*returned[: len(carries)], *(v.stacked() for v in returned[len(carries) :])]
+        # Each trip has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
             arguments[i] = arguments[i]._replace(trip=depth)
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
@@ -260,23 +264,26 @@ class Reading:
                 returned = self._read_body(program, arguments, carries, Loop(depth, trips))
             if self.map:
                 self.map.note_layers(node, inputs)
-        return _left(returned, [arguments[i] for i in carries], predicate, depth - 1)
+        return _after_loop(returned, [arguments[i] for i in carries], predicate, depth - 1)
 
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts of a body's results, in any trip.
+        """Returns the facts of a body's results that hold in any trip.
 
-        The body is followed until the facts of its carries no longer change. Their facts in
-        `arguments` are replaced by those that hold in every trip.
+        The body is followed until the facts of its carries no longer change. The facts of the
+        carries in `arguments`, at the places `carries`, are replaced by those that hold in every
+        trip.
         """
         was_silent, self.silent = self.silent, True
-        self.loops.append(loop)
+        self.loops.append(loop)  # loops inside count it for their depth
         while True:
             returned = self.follow(program, arguments)
             changed = False
             for j, i in enumerate(carries):
+                # A carry is its first value, or the result of an earlier trip.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)
+                # `summed` is only for messages.
                 changed |= steady._replace(summed=()) != arguments[i]._replace(summed=())
                 arguments[i] = steady
             if not changed:
@@ -288,10 +295,11 @@ class Reading:
     def _read_body(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Reads the body of a loop, whose carries have the facts of any trip, and notes sums that
-        could follow the loop.
+        """Returns the facts of the results of a loop's body, and notes its mistakes, also the sums
+        that could follow the loop. The carries, at the places `carries` of `arguments`, have the
+        facts of any trip.
         """
-        inside = list(arguments)
+        inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
             inside[i] = carry
         self.loops.append(loop)
@@ -315,13 +323,14 @@ class Reading:
         assert sent is not None
         axes = self._large(sent.axes)
         results = [values.after_collective(sent, value, axes, where) for value in inputs]
+        # A ragged all-to-all, for example, has more operands than results.
         if len(results) != len(node.outputs):
             results = [joined(results)] * len(node.outputs)
         if self.silent or not axes:
             return results
-        for name, along in self.predicates:
-            # A permute waits for all devices of the program, other collectives for those of their
-            # group: if some devices do not come, it hangs.
+        for name, along in self.predicates:  # "cond" or "while", and the axes it differs along
+            # A permute waits for all devices of the program, other collectives only for those along
+            # their axes. If some of these devices do not come, it hangs.
             if along and (sent.permutes or along & axes):
                 count = self._devices(along)
                 self.note(mistakes.under_a_predicate(sent, axes, name, along, count, where))
@@ -331,30 +340,34 @@ class Reading:
             # A sum of a literal, such as of 1, may count the devices on purpose.
             if value.constant:
                 continue
-            same = axes - value.differs
+            same = axes - value.differs  # the axes along which the devices send equal numbers
             if same and sent.kind in ("sum", "scatter"):
                 self.note(mistakes.summed_twice(value, aval, same, self._devices(same), where))
-            elif loop and value.trip < loop.depth:
+            elif loop and value.trip < loop.depth:  # no trip of this loop changes the operand
+                # `zero.gathered`, for example, gathers again in each trip on purpose.
                 if not node.scope.on_purpose:
                     self.note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
-            elif loop:
+            elif loop:  # other collectives are no linear functions that are followed
                 loop.spoil([value])
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose predicate differs between devices, if its operands or results
-        are typed as the same on all of them.
+        """Notes a conditional whose predicate differs between devices, if the types of some
+        operands or results do not vary along the same axes.
         """
         predicate, *operands = inputs
+        # Without `check_vma` the types do not say along which axes they vary.
         if self.map is None or not self.map.checked or not predicate.differs:
             return
         aval, *avals = jaxprs.types(node.eqn.invars)
+        # `axes_of_type` gives the axes along which a type varies.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
         # Only floating-point operands have gradients, which a lost mark makes wrong.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
+        # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (
             [axes for aval in avals if (axes := along - set(types.axes_of_type(aval)))]
             for avals in (floats, jaxprs.types(node.eqn.outvars))
@@ -370,32 +383,39 @@ def _ignore(*mistake: Any) -> None:
     pass
 
 
-def _dims_of(carries: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the dims of each result of a loop's body. The carries come first, and have the dims
-    of their shards in `carries`. The dims are None for other results, and without a shard.
+def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
+    """Returns the axes that split the dims of each result of a loop's body (`program`).
+
+    The carries come first, and are split like their first values, whose `shard`s are `shards`. The
+    split of a carry without a shard is not known (None), nor is that of the stacked outputs.
     """
-    dims = [shard.dims if shard else None for shard in carries]
+    dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
 
 
-def _left(returned: list[Value], carries: list[Value], predicate: Value, depth: int) -> list[Value]:
+def _after_loop(
+    returned: list[Value], carries: list[Value], predicate: Value, depth: int
+) -> list[Value]:
     """Returns the facts of a loop's results, outside of the loop.
 
     Args:
         returned: the facts of the body's results, in any trip: the carries and the stacked outputs.
-        carries: the facts of the carries before the first trip.
-        predicate: the facts of a `while` loop's predicate.
+        carries: the facts of the carries that hold at the beginning of every trip.
+        predicate: the facts of a `while` loop's predicate; those of a constant for a `scan`.
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # The numbers of a carry come from the last trip; its dims are the same before and after.
+    # The numbers of a carry come from the last trip; its dims are those of every trip.
     outside = [
         value.with_dims_of(carry) for value, carry in zip(returned, carries, strict=False)
     ] + outside
     return [
         value._replace(
+            # If the predicate differs, some devices run more trips than others.
             differs=value.differs | predicate.differs,
-            # Of the loops around, the innermost may change the result in each trip.
+            # The `trip` in `returned` is often this loop itself, which says nothing outside. So
+            # that no collective is accused wrongly, the result counts as changed by each trip of
+            # the innermost loop around, and as changed like the predicate.
             trip=max(depth, predicate.trip),
             constant=value.constant and predicate.constant,
             parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside

@@ -61,6 +61,7 @@ def rules(
     """
     batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
     batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))
+    # The specs by path, and all errors. A leaf whose rule raised an error has no spec.
     specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     leaves = {path: leaf for path, leaf in paths(tree) if path in specs}
     findings = [
@@ -68,6 +69,7 @@ def rules(
         for refusal in refusals
     ]
     for path, leaf in leaves.items():
+        # A leaf whose spec names no axis of several devices is whole on each device.
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
     findings += _fixed_heads(tree, specs, batch_axes)
@@ -79,7 +81,7 @@ def rules(
 
     findings += stacked_gates.split_cells(tree, row_axes_beside_the_batch)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
-    if not refusals:  # a refused spec may use an axis
+    if not refusals:  # a refused spec may use an axis, so with refusals no axis is called idle
         idle = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
         findings += [_idle(axis, mesh) for axis in idle]
     return findings + _too_many(leaves, specs, mesh, limit)
@@ -103,13 +105,13 @@ def _whole(
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 
-    split = [(axis, dim) for axis in mesh.shape for dim in _dims(leaf, mesh.shape[axis])]
-    if not split:
+    possible = [(axis, dim) for axis in mesh.shape for dim in _dims(leaf, mesh.shape[axis])]
+    if not possible:
         return []
-    axis, dim = min(split, key=rank)
+    axis, dim = min(possible, key=rank)
     # The rule in Python, for the advice: the dims before `dim` have no axis.
     code = f"{match(path, P(*[None] * dim, axis))}"
-    if axis in batch_axes:
+    if axis in batch_axes:  # only `fsdp` may split a weight over an axis of the batch
         code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
     return [
         Finding(
@@ -140,7 +142,7 @@ def _fixed_heads(
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_attention):
         if not is_attention(node):
             continue
-        prefix = dotted(path)
+        prefix = dotted(path)  # "" if the tree itself is the attention
         weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
         heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
         if split := sorted(heads.difference(batch_axes)):
@@ -159,7 +161,8 @@ def _fixed_heads(
 
 
 def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes that split the first dim, in which a projection's weight has its outputs."""
+    """Returns the axes that split the first dim, in which a projection's weight has its outputs; an
+    empty spec names none."""
     return entry_axes(spec[0]) if len(spec) else ()
 
 
@@ -182,14 +185,16 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
 def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
-    """Returns the finding for more than `limit` bytes on a device, with the largest leaves."""
-    share = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
-    on_device, devices = sum(share.values()), math.prod(mesh.shape.values())
+    """Returns the finding for more than `limit` bytes on a device, with the three largest leaves.
+    Returns no finding if they fit.
+    """
+    bytes_of = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
+    on_device, devices = sum(bytes_of.values()), math.prod(mesh.shape.values())
     if limit is None or on_device <= limit:
         return []
     total = sum(nbytes(leaf) for leaf in leaves.values())
-    largest = sorted(share, key=lambda path: -share[path])[:3]
-    names = ", ".join(f"{path} ({share[path]:,})" for path in largest)
+    largest = sorted(bytes_of, key=lambda path: -bytes_of[path])[:3]
+    names = ", ".join(f"{path} ({bytes_of[path]:,})" for path in largest)
     harm = (
         f"each of {devices} devices holds {on_device:,} bytes, more than the limit of {limit:,}; "
         f"evenly split, the {total:,} "
@@ -216,7 +221,8 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 
 def _dims(leaf: Any, size: int) -> list[int]:
-    """Returns the dims of a leaf that an axis of this size can split."""
+    """Returns the dims of a leaf that an axis of this size can split: those whose length is a
+    multiple of `size`, except empty ones."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]

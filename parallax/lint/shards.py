@@ -3,10 +3,11 @@
 A value's `shard` is the argument whose elements it has, with the axes that split each dim. `fed`
 are the axes along which it depends on a split batch, without a collective between, and `chosen` the
 axes whose index it depends on. `known` has the facts (`Value`s) of a program's values, by number.
+`axes_of_blocks` gives the axes that split dims of which a device has several rows.
 
-Joining elements of different shards is no mistake in two cases. A dim with one row on each device
-may count models, as in an ensemble. And if the elements are rounded to integers or to 8 bits, a
-quantiser may have one scale for each shard.
+Joining elements of different shards is no mistake in two cases. A dim with one row (index) on each
+device may count models, as in an ensemble. And if the elements are rounded to integers or to 8
+bits, a quantiser may have one scale for each shard. In a batch, the rows are its examples.
 """
 
 import math
@@ -54,7 +55,7 @@ class ShardMap:
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Sets the sizes, without axes of one device, which split nothing."""
+        """Sets `sizes`, without axes of one device, which split nothing."""
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
@@ -75,7 +76,8 @@ class ShardMap:
         inputs: Sequence[Value],
         ours: Callable[[JaxprEqn], Jaxpr],
     ) -> tuple[list[Value], list[Dims]]:
-        """Returns the facts of the body's arguments, and the dims of its results.
+        """Returns the facts of the body's arguments, and the axes that split the dims of its
+        results. Also sets `trained` and `exchanged`.
 
         Args:
             jaxpr: the body.
@@ -94,6 +96,7 @@ class ShardMap:
         self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
         sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
         self.exchanged = NO_AXES.union(*(collective.axes for collective in sent))
+        # For each argument of a batch, the axes that split its first dim, the rows.
         fed = [
             frozenset(() if trained or not dims else dims[0])
             for dims, trained in zip(sources, is_trained, strict=True)
@@ -101,14 +104,15 @@ class ShardMap:
         of_batch = NO_AXES.union(*fed)
         arguments = []
         for i, (value, dims) in enumerate(zip(inputs, sources, strict=True)):
-            # The axes of the batch make no dim of a weight split: those weights are gathered.
-            known = [
+            # A weight that is split over an axis of the batch is gathered before its use, so its
+            # dim does not count as split over this axis. The first dim of a batch counts rows.
+            dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
             ]
             differs, shard = value.differs.union(*dims), Shard(i, dims)
             arguments.append(
-                value._replace(differs=differs, dims=tuple(known), shard=shard, fed=fed[i])
+                value._replace(differs=differs, dims=tuple(dim_facts), shard=shard, fed=fed[i])
             )
         return arguments, results
 
@@ -116,12 +120,13 @@ class ShardMap:
         """Returns for each array the axes that split each of its dims and have several devices."""
         split = []
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
+            # A spec may have fewer entries than the array has dims: the other dims are not split.
             entries = [*spec, *[None] * aval.ndim][: aval.ndim]
             split.append(tuple(self._large(entry_axes(entry)) for entry in entries))
         return split
 
     def _large(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Returns the axes that have several devices, in order."""
+        """Returns the axes that have several devices, in the given order."""
         return tuple(axis for axis in axes if axis in self.sizes)
 
     def places(
@@ -129,8 +134,9 @@ class ShardMap:
     ) -> list[dict[str, Any]]:
         """Returns the fields `shard`, `fed` and `chosen` of each result of an operation, by name.
 
-        A result has the shard of its first operand that has one. In an operation with several
-        results and as many operands, result j belongs to operand j.
+        A result has the shard of the first operand whose elements it keeps. In an operation with
+        several results and as many operands, result j belongs to operand j. A collective ends the
+        dependence on a split batch (`fed`) along its axes.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -180,13 +186,15 @@ class ShardMap:
         order does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
-        axes = self._large(node.sent.axes if node.sent else ())
+        axes = self._large(node.sent.axes if node.sent else ())  # those of several devices
+        # Without such axes nothing is gathered. A gather along a new dim is not followed.
         if not axes or len(before) != len(after):
             return dims if before == after else None
         grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
         if len(grown) != 1 or not set(axes) <= set(dims[grown[0]]):
             return None
         (dim,) = grown
+        # `dims[dim]` has the axes that split the dim, the outermost first.
         outer, inner = dims[dim][: -len(axes)], dims[dim][-len(axes) :]
         # The order of the axes is only known for gathers of `jax.lax`.
         in_order = inner == axes if node.name in values.GATHERS else set(inner) == set(axes)
@@ -200,11 +208,15 @@ class ShardMap:
     def note_updates(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None]
     ) -> None:
-        """Notes the operations that join elements of different shards in updates of arguments."""
-        # `results` is empty if it is not known how the results are split.
+        """Notes the operations that join elements of different shards in updates of arguments.
+
+        `results` has, for each result, the axes that split its dims, or None if they are not known.
+        """
+        # `results` is empty if nothing is known of any result.
         for result, dims in zip(program.results, results, strict=False):
             shape = program.shape(result)
             if dims and axes_of_blocks(dims, shape):
+                # The arguments that the result may be an update of: those of its shape and spec.
                 bases = [
                     argument
                     for argument, value in zip(program.arguments, arguments, strict=True)
@@ -213,10 +225,14 @@ class ShardMap:
                 self._note_update(program, result, dims, bases)
 
     def _note_update(self, program: Flat, result: int, dims: Dims, bases: Sequence[int]) -> None:
-        """Notes the mistakes in one result, if it is an update of one of the arguments `bases`."""
+        """Notes the mistakes in one result, if it is an update of one of the arguments `bases`.
+        `dims` has the axes that split the result's dims.
+        """
+        # The u in result = w + u, and the predicates that decide whether it is added.
         terms = updates.terms(program, result, bases)
         if not terms:
             return
+        # The values that hold elements of the update, and the sums that add different shards.
         dims_of, sums = updates.elements(program, result, dims)
         for node, value, axes in sums:
             # Only a gradient is a mistake: a part that a product, a reduction or a loop made.
@@ -225,6 +241,8 @@ class ShardMap:
                 self.note(mistakes.shards_summed, node, *facts)
         split = axes_of_blocks(dims, program.shape(result))
         for node, value, axes in updates.reductions(program, dims_of, split):
+            # The values that depend on the reduction, each with the axes of which no collective on
+            # the way completed it.
             reached = updates.reached(program, node.outputs, axes)
             missing = NO_AXES.union(*(reached.get(term, NO_AXES) for term in terms))
             if missing:
@@ -232,40 +250,50 @@ class ShardMap:
                 self.note(mistakes.update_mixes_a_shard, node, *facts)
 
     def note_clipped_sums(self, program: Flat) -> None:
-        """Notes gradients that are scaled by their own norm before their sum over devices."""
+        """Notes gradients that are scaled by a norm of one device's part before their sum over
+        devices.
+        """
         known = self.known[id(program)]
         for node in program.nodes:
             if not node.sent or node.sent.kind not in ("sum", "scatter"):
                 continue
             for value in node.inputs:
                 axes = known[value].differs & set(node.sent.axes)
+                # The arguments that the summed value is made from element by element.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # Devices that train different models, as islands do, each clip by their own norm.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
-        """Notes operations that scale elements of `result` by their norm on one device only."""
+        """Notes operations that scale elements of `result` by their norm on one device only, in the
+        program and in its loops. `axes` are those of the later sum.
+        """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
         if self._rows(program, axes) > 1:
             for reduced, scaling, value in updates.scalings(program, origins, axes):
                 along = known[reduced.value].differs & axes
-                # Inside a differentiated function, a norm belongs to the model.
+                # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to
+                # the model.
                 if along and not reduced.node.is_within("jvp("):
                     facts = program.types[value], along, self.devices(along)
                     self.note(mistakes.clipped_before_the_sum, scaling, *facts)
-        for value in origins:
+        for value in origins:  # if a loop made it, its gradients may be scaled in the loop's body
             loop = program.made.get(value)
             if loop and loop.name in LOOPS and not loop.is_within("jvp("):
                 body = self.body(loop)
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns the largest number of rows on a device, among the arguments of a program that
-        differ along `axes`; 0 if none has rows."""
+        """Returns the largest number of a batch's rows (examples) that a device has, among the
+        arguments of a program that differ along `axes`; 0 if none of them has rows.
+
+        `dim.rows` is whether a dim counts rows; its size is then their number.
+        """
         known = self.known[id(program)]
         batch = [argument for argument in program.arguments if known[argument].differs & axes]
+        # Not strict: `dims` is None for numbers written into the program.
         dims = [zip(program.shape(a), known[a].dims or (), strict=False) for a in batch]
         return max((size for pairs in dims for size, dim in pairs if dim.rows), default=0)
 
@@ -274,14 +302,18 @@ class ShardMap:
         nothing gathers them. Each device would then run its rows through only some layers.
         """
         body = self.body(loop)
-        for i in flat.sliced(loop.eqn):
+        for i in flat.sliced(loop.eqn):  # the places of the operands of which a trip gets a slice
             shard = inputs[i].shard
+            # Layers are slices of a weight: an argument that is trained.
             if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
             uses, sent = _uses(body, body.arguments[i])
-            # Carries that the layers change, and that depend on the batch on the same axis.
+            # The carries that the layers change, and the axes along which they depend on the batch.
+            # An axis whose index the carry depends on does not count: a pipeline chooses by it.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
+            # `dims[0]` has the axes that split the layers. Programs that send along an axis are
+            # accepted.
             along = fed & set(shard.dims[0]) - self.exchanged - sent
             if along:
                 facts = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)

@@ -49,12 +49,14 @@ def after(
     sizes: Mapping[str, int],
     note: Callable[..., None],
 ) -> list[Value]:
-    """Returns the dims, terms and shared axes of an operation's results.
+    """Returns the dims, terms and shared axes of an operation's results, each as a `Value`.
 
-    `note(mistake, node, *facts)` is called for each mistake.
+    `note(mistake, node, *facts)` is called for each mistake, if an operand or a result has a dim of
+    the batch's rows. `sizes` has the mesh axes that have several devices.
     """
     operation = _Operation(program, node, sizes)
     results = operation.results(inputs)
+    # Values without rows, such as gradients and updates, are not checked.
     if any(value.has_rows for value in (*inputs, *results)):
         for mistake in operation.mistakes:
             note(*mistake)
@@ -65,8 +67,8 @@ class _Operation:
     """One operation, and the mistakes in it."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
-        """Takes an operation of a program, on a mesh of these sizes. `avals` are the types of its
-        operands, `shapes` the shapes of its results."""
+        """Takes an operation of a program, on a mesh of these sizes. Sets `params`, the parameters
+        of its primitive, `avals`, the types of its operands, and `shapes`, those of its results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
@@ -81,7 +83,8 @@ class _Operation:
             return list(inputs)
         if name == "axis_index":
             return [Value(dims=())]
-        # A function only of numbers written into the program is followed as one of those.
+        # Numbers written into the program have no `dims` (None). The same holds for results that
+        # are made only of them, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
             return [Value() for _ in self.shapes]
         default = _Operation._joined if name in _ELEMENTWISE else _Operation._unknown
@@ -89,12 +92,12 @@ class _Operation:
         return results if isinstance(results, list) else [results]
 
     def _unknown(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns dims without facts, for an operation that is not followed."""
+        """Returns results whose dims have no facts, for an operation that is not followed."""
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
-        """Follows a result of a conditional, whose operands are a predicate and one value per
-        branch.
+        """Follows a result of a conditional, whose operands are a predicate and this result of each
+        branch. Returns the facts that `either` gives for one of two values.
         """
         return functools.reduce(either, inputs[1:])
 
@@ -117,6 +120,7 @@ class _Operation:
         """Follows `broadcast_in_dim`. New dims, and dims of size 1 that grow, have no facts."""
         (value, *_), before, after = inputs, self.avals[0].shape, self.shapes[0]
         dims = [Dim()] * len(after)
+        # Dim i of the operand becomes dim j of the result.
         for i, j in enumerate(self.params["broadcast_dimensions"]):
             if before[i] == after[j]:
                 dims[j] = self._dims(value)[i]
@@ -154,20 +158,23 @@ class _Operation:
 
     def _divided(self, inputs: Sequence[Value]) -> list[Value]:
         """Follows `split`, which cuts a dim into parts one after another."""
+        # A part begins where the sizes of the parts before it end.
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
         pairs = zip(starts, self.shapes, strict=True)
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in pairs]
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
-        """Returns the facts of a slice of `value`, with this shape, that begins in each dim of
-        `starts` at its element.
+        """Returns the facts of a slice of the operand `value`. The slice has this `shape`, and
+        `starts` maps dims to the slice's first element in them.
 
-        They keep the slice of a split dim as a `Part`. A slice of a device's block is not the block
-        of the same slice of the whole dim, so such parts must not be joined with each other.
+        The slice of a split dim is kept as the dim's `parts`. A slice of a device's block is not
+        the block of the same slice of the whole dim, so such parts must not be joined with each
+        other.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
+            # A slice of all elements is no part.
             if self.avals[0].shape[i] != shape[i] and dims[i].split:
                 source = (id(self.program), self.node.inputs[0], i)
                 part = Part(source, self.avals[0], int(start))
@@ -176,7 +183,7 @@ class _Operation:
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
         """Follows an operation that works along some dims, such as `pad`. A dim whose size changes
-        loses its facts, except that it counts rows.
+        loses its facts, except that it counts rows. The result is no term.
         """
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
@@ -188,6 +195,7 @@ class _Operation:
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
+        # The term of the first array stands for all: it only gives the line of a finding.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
         return Value(dims=dims, terms=terms)
 
@@ -203,6 +211,7 @@ class _Operation:
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         known = [value.dims for value in inputs if value.dims is not None]
+        # `_side_by_side` gives the axes of any operand; here those of all are needed.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
@@ -261,19 +270,22 @@ class _Operation:
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
             self._check_same_on_each_device(value, dims)
-        # A count is the element's number on this device. A comparison, or a difference of counts
-        # along two dims, as in a causal mask, has the same numbers as in the whole array.
+        # A dim is `counted` if its elements are made of their numbers on this device. A comparison,
+        # and a value with counts along two dims, such as their difference in a causal mask, are
+        # accepted: they have the same numbers as in the whole array.
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The axes by whose size the result was divided: all operands were, or this divides it.
+        # The axes by whose size the result was divided: by it all operands were divided, or this
+        # operation divides.
         shared = frozenset.intersection(*(value.shared for value in given))
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes random numbers or counts that are the same on all devices, if they meet a split
-        dim. Each device's part of the dim would get the same numbers.
+        """Notes an operand `value` with random numbers or counts that are the same on all devices,
+        if a dim of the result that they lie along is split. `dims` are those of the result. Each
+        device's part of the dim would get the same numbers.
         """
         drawn, counted = NO_AXES, NO_AXES
         for dim, of_value in zip(dims, value.dims or (), strict=True):
@@ -287,8 +299,8 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the facts of the result as a term of a sum over `axis`; some operands are terms
-        of this sum. Returns None if the result is no longer followed as a term.
+        """Returns the facts of an elementwise result as a term of a sum over `axis`, of which some
+        operands are terms. Returns None if the result is no longer followed as a term.
 
         Notes a mistake if a term meets a dim that is split over `axis` again.
         """
@@ -297,6 +309,7 @@ class _Operation:
         with_term = [value for value in known if axis in dict(value.terms)]
         without = [value for value in known if axis not in dict(value.terms)]
         terms = [dict(value.terms)[axis] for value in with_term]
+        # One term that is no linear function of its sum any more spoils the result.
         term = next((term for term in terms if not term.is_linear), terms[0])
         if any(_meets_split_dim(axis, value, with_term) for value in without):
             # To subtract a device's own maximum is no mistake: a softmax may be shifted by any
@@ -305,24 +318,29 @@ class _Operation:
                 facts = term.node.name, term.aval, frozenset({axis})
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, *facts)
             return None
-        if name in _LINEAR or (name == "select_n" and not without):
+        if name in _LINEAR or (name == "select_n" and not without):  # a choice between terms
             return term
         if name in ("add", "sub", "add_any") and not term.is_peak:
-            # Operands that are the same on all devices, and were not divided by their number: a
-            # later sum would count them several times. JAX's transposes add by `add_any`.
+            # The operands that are the same on all devices, and were not divided by the number of
+            # devices: a later sum would count them several times. JAX's transposes add by
+            # `add_any`, which is no mistake of the user's.
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
+            # A sum with an operand that differs, or that was divided, is right and not followed.
             return term if len(whole) == len(without) else None
         if any(axis in value.differs for value in without):
             return None
+        # A product with a number that is the same on all devices, or a quotient by it, is still a
+        # linear function of the term. Any other function, such as a square, is not.
         is_numerator = name == "div" and axis in dict(inputs[0].terms)
         is_factor = len(terms) == 1 and (name == "mul" or is_numerator)
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes whose size, or 1 over it, is a literal operand of a product or quotient.
-        The program then divides a value by the number of devices that will sum it."""
+        """Returns the axes whose size, or 1 over the size, is a literal operand of this operation,
+        if it is a product or a quotient. The program then divides a value by the number of devices
+        that will sum it."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
@@ -357,15 +375,17 @@ class _Operation:
         # reduction of the group is not complete either.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))
+        # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
         terms = dict(value.terms) if is_sum else {}
-        if result.has_rows:
+        if result.has_rows:  # else it is no value of the forward pass
             term = Term(self.node, self.avals[0], is_linear=is_sum, is_peak=not is_sum)
             terms |= dict.fromkeys(axes, term)
         return result._replace(terms=tuple(terms.items()))
 
     def _product(self, inputs: Sequence[Value]) -> Value:
         """Follows `dot_general`, whose result has the batch dims, then the other dims of the left
-        and of the right operand. A sum over a split dim makes each device's result a term."""
+        and of the right operand. If a dim that is summed over is split, each device's result is
+        only its own term of the whole product."""
         first, second = inputs
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, 1)
@@ -376,7 +396,7 @@ class _Operation:
         # A term times a factor that differs between the devices is no term of one sum any more.
         terms = {axis: term for axis, term in first.terms if axis not in second.differs}
         terms |= {axis: term for axis, term in second.terms if axis not in first.differs}
-        if any(dim.rows for dim in dims):
+        if any(dim.rows for dim in dims):  # a value of the forward pass
             summed = NO_AXES.union(
                 *(left[i].split for i in left_summed), *(right[j].split for j in right_summed)
             )
@@ -386,8 +406,8 @@ class _Operation:
     # Collectives
 
     def _sent(self, sent: Sent, inputs: Sequence[Value]) -> list[Value]:
-        """Follows a collective. Notes a value, such as a bias, that was added to each device's term
-        before the sum."""
+        """Follows a collective. Notes a value, such as a bias, that is the same on all devices and
+        was added to each device's term before the sum."""
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
@@ -396,13 +416,15 @@ class _Operation:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
                     facts = aval, frozenset({axis})
                     self._mistake(mistakes.added_before_the_sum, term.added, *facts)
+        # As in a ragged all-to-all, which also takes sizes: which operand is which is not followed.
         if len(inputs) != len(self.shapes):
             return [_new_dims(shape) for shape in self.shapes]
         avals = zip(inputs, self.avals, self.shapes, strict=True)
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *facts: Any) -> None:
-        """Adds a mistake at `node` to the list; the last of its `facts` are its axes."""
+        """Adds a mistake at `node` to `mistakes`. The last of its `facts` are its axes; their
+        number of devices is appended, as the functions of `mistakes` take it."""
         devices = math.prod(self.sizes[axis] for axis in facts[-1])
         self.mistakes.append((mistake, node, *facts, devices))
 
@@ -430,16 +452,17 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the dims and terms of a collective's result, from the shapes of its operand and of
-    its result.
+    """Returns the dims and terms of a collective's result, from the facts of its operand (`value`)
+    and the shapes of the operand (`before`) and of the result (`after`).
     """
+    # A collective that adds or drops a dim is not followed.
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
     axes = frozenset(sent.axes)
     dims = []
     for dim, size, new_size in zip(value.dims, before, after, strict=True):
         split = dim.split - axes
-        # An all-to-all goes from blocks of one dim to blocks of another.
+        # An all-to-all cuts one dim into blocks, which are then split, and joins those of another.
         if sent.kind == "exchange" and size > new_size:
             split |= axes
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
@@ -447,12 +470,13 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, and that the values with a term
-    no longer have, since their terms were reduced over it.
+    """Returns whether `value` has a dim that is split over `axis`, and that none of the values
+    `with_term` has: they were reduced over the dim, and now meet it again.
     """
 
     def split_dims(value):
-        """Returns the numbers of the dims that are split over `axis`."""
+        """Returns the indices of the dims of a value that are split over `axis`, or parts of such a
+        dim."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 
@@ -469,8 +493,8 @@ def _regrouped(
 ) -> tuple[Dim, ...]:
     """Returns the dims after a reshape from the shape `before` to `after`.
 
-    If it cuts a split dim into several, the outermost of them is split, and the others are `within`
-    it.
+    If the reshape cuts a split dim into several dims, the outermost of them is split, and the
+    others are `within` it.
     """
     regrouped: list[Dim] = []
     i = 0  # the dims of `before` that are done
@@ -480,6 +504,7 @@ def _regrouped(
             regrouped.append(Dim(within=within))
             continue
         # Find the fewest dims before, and the fewest after, whose sizes have the same product.
+        # They are the dims `first` to i - 1 of `before`, and as far as j - 1 of `after`.
         first, i, j = i, i + 1, len(regrouped) + 1
         while (size := math.prod(before[first:i])) != math.prod(after[len(regrouped) : j]):
             if size < math.prod(after[len(regrouped) : j]):
@@ -491,14 +516,15 @@ def _regrouped(
 
 
 def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
-    """Returns `count` dims that a reshape puts in place of `dims`; the sizes of both have the same
-    product.
+    """Returns the facts of `count` dims that a reshape puts in place of `dims`; the sizes of both
+    have the same product.
     """
-    if len(dims) == count == 1:
+    if len(dims) == count == 1:  # a dim that stays as it is
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
     outer = Dim(first.split, first.within, parts=first.parts)
-    # If an inner dim is split, a device's elements are no block of the joined dim.
+    # If an inner dim is split, a device's elements are no block of the joined dim, so it is not
+    # followed as split.
     if any(dim.split for dim in dims[1:]):
         outer = Dim()
     counted = any(dim.counted for dim in dims)

@@ -1,7 +1,7 @@
 """Finds recurrent cells of Equinox whose weights are split by rows.
 
-The rows of a cell's weights are its gates, one after another. A device then has the rows of some
-gates, instead of those of some hidden units in all gates.
+The rows of a cell's weights are its gates, one after another. If they are split, a device has the
+rows of some gates, instead of the rows of some hidden units in all gates.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iter
     for path, cell in jax.tree.leaves_with_path(tree, is_leaf=_is_cell):
         if not _is_cell(cell):
             continue
-        prefix = dotted(path)
+        prefix = dotted(path)  # "" if the tree itself is the cell
         paths = {name: f"{prefix}.{name}".removeprefix(".") for name in WEIGHTS}
         axes = {axis for name in WEIGHTS for axis in axes_of(paths[name], getattr(cell, name))}
         if axes:
@@ -56,7 +56,8 @@ def split_by_sharding(tree: Any) -> Iterator[Finding]:
 
 
 def row_axes(spec: PartitionSpec, ndim: int) -> tuple[str, ...]:
-    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims."""
+    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims; none if
+    the spec is too short to reach the rows, the last dim but one."""
     return entry_axes(spec[ndim - 2]) if len(spec) >= ndim - 1 else ()
 
 

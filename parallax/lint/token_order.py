@@ -1,8 +1,8 @@
 """Finds tokens that are in another order than the program expects.
 
-A program with split tokens has a constant of their places, [devices, tokens of a device], as
-`context.positions` makes it. The values of a batch show in which order its tokens are: the targets
-are the inputs, one token later.
+A program with split tokens has a constant table of their places in the text, [devices, tokens of a
+device], as `context.positions` makes it. The values of a batch show in which order its tokens are:
+the targets are the inputs, one token later.
 """
 
 import itertools
@@ -24,11 +24,13 @@ from parallax.trees import entry_axes, is_array
 
 
 def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets whose order is not that of the program's places.
+    """Yields a finding for inputs and targets whose order is not that of the program's table of
+    places.
 
     `args` are the arguments of the program; without their values nothing is found.
     """
     leaves = filter(is_array, jax.tree.leaves(args))
+    # A program that was traced before comes without `args`: its arguments are not known (None).
     arguments = [_whole_numbers(leaf) for leaf in leaves] or [None] * len(program.in_avals)
     for eqn, values in _shard_maps(program, arguments):
         sizes = eqn.params["mesh"].shape
@@ -61,11 +63,11 @@ def _differently_ordered(
             # The table must belong to this dim, by its devices and its tokens.
             if len(table) != devices or table.size != tokens.shape[dim]:
                 continue
-            # The tokens by their places in the text, if they are split as the table says.
+            # The tokens in the order of the text, if they are split as the table says.
             in_order = np.argsort(table.reshape(-1))
             placed, placed_targets = tokens.take(in_order, dim), targets.take(in_order, dim)
-            # It is a mistake if the tokens follow each other as they come, and not by their places.
-            # Tokens that are all equal follow each other in both orders.
+            # It is a mistake if each target is the next token in the given order, and not in that
+            # of the table. If all tokens are equal, both orders pass.
             if _are_successive(tokens, targets, dim) and not _are_successive(
                 placed, placed_targets, dim
             ):
@@ -73,7 +75,8 @@ def _differently_ordered(
 
 
 def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
-    """Returns whether each target along `dim` is the next token; the last target has none."""
+    """Returns whether each target along `dim` is the next token. The last target is not compared,
+    as its token is not in the batch."""
     later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
     return bool((later == targets).all())
 
@@ -99,8 +102,13 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the arrays that reach it unchanged."""
+    """Yields each `shard_map` of a program, with the value of each operand: an argument or constant
+    that reaches it unchanged, or None.
+
+    A `shard_map` inside a call, such as that of `jit`, is found too.
+    """
     jaxpr = jaxprs.opened(program)
+    # Not strict: a jaxpr that is not closed has the variables of its constants without the values.
     constants = map(_whole_numbers, getattr(program, "consts", ()))
     known: dict[Any, np.ndarray | None] = dict(zip(jaxpr.constvars, constants, strict=False))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -109,5 +117,6 @@ def _shard_maps(
         bodies = jaxprs.closed(eqn.params)
         if eqn.primitive.name == "shard_map":
             yield eqn, values
+        # A call passes its operands on to its only body.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
             yield from _shard_maps(bodies[0], values)

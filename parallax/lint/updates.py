@@ -5,7 +5,8 @@ argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or `decay
 g`. The *elements* of an update are the values that it is computed from by elementwise operations,
 transposes and all-reduces: weights, gradients, an optimizer's state. The functions take and return
 the numbers of values in a `Flat` program, and `Node`s, its operations. The `Dims` of a value have,
-for each dim, the axes that split it.
+for each dim, the axes that split it. A value is *full* if it has several elements, and none of them
+is repeated by a broadcast.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +51,13 @@ PASSED_ON = (
 
 
 class Joined(NamedTuple):
-    """An operation that joins elements of an operand, such as a sum, and the axes that split the
-    operand."""
+    """An operation that joins elements of an operand, such as a sum.
+
+    Attributes:
+        node: the operation.
+        value: the number of the operand.
+        axes: the axes along which devices join different elements.
+    """
 
     node: Node
     value: int
@@ -73,9 +79,10 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
     seen, waiting = set(), [result]
     while waiting:
-        # The values before casts and factors, and the predicates that choose among them.
+        # The values before casts and scalar factors, and the predicates that choose among them.
         sources, predicates = _unscaled(program, waiting.pop())
         decisions += predicates
+        # `made` gives the operation that makes a value; for an argument it gives None.
         for node in (program.made.get(source) for source in sources - seen):
             if not node or node.name not in ADDS:
                 continue
@@ -113,7 +120,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
             before = _before(program, node, operand, value, dims)
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent
-            if before is not None and axes:
+            if before is not None and axes:  # a sum of different shards
                 sums.append(Joined(node, operand, axes))
             elif before is not None:
                 waiting.append((operand, before))
@@ -124,6 +131,8 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     """Returns the dims of an operand, computed from `dims`, those of the result `value`; None if
     the operand does not hold the elements of the result.
     """
+    # Carries and sums over devices keep the shape and the split; stacked results have another
+    # shape.
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
@@ -131,7 +140,8 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
     """Returns whether a product, a reduction or a loop made some elements of a value, as in a
-    gradient.
+    gradient. Any operation counts but elementwise ones, reshapes, broadcasts, collectives and
+    `iota`.
     """
     nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
     return any(
@@ -143,13 +153,15 @@ def is_made(program: Flat, value: int, dims: Dims) -> bool:
 def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
 ) -> Iterator[Joined]:
-    """Yields the reductions over split dims of the elements in `dims_of`, or of functions of them.
+    """Yields the reductions of the values in `dims_of`, or of elementwise functions of them, each
+    with the axes that it should go over.
 
-    A reduction of all elements to one number counts, by whichever code, along the axes `split`. A
-    reduction of some dims counts only if optax made it, along the axes that split those dims.
+    For a reduction of all elements to one number, by whichever code, these are the axes `split`. A
+    reduction of some dims counts only if optax made it; its axes are those that split these dims.
     Nothing is yielded if the elements are rounded somewhere, since a quantiser may have one scale
     for each shard.
     """
+    # The dims of each value that is followed; None if its elements are not in the same places.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -176,15 +188,16 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Joined(node, value, split)
         elif dims is not None and _is_of_optax(node):
+            # A dim with one row on each device may count models, so it is left out.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
 
 
 def origins(program: Flat, result: int) -> set[int]:
-    """Returns the values that `result` is made from element by element.
+    """Returns the values that `result` is made from element by element, itself included.
 
     Unlike in `elements`, the elements may be in another order, and may be fewer or more: slices and
-    concatenations are followed too.
+    concatenations are followed too. Values that are not full are left out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -208,12 +221,12 @@ def scalings(
     Each is a triple: the reduction, which no collective over all of `axes` completes; the product
     or quotient; and the value that it scales.
     """
-    # Without split dims, only reductions to one number have axes.
+    # With dims that are not split, `reductions` gives axes only to reductions to one number.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        numbers = reached(program, reduced.node.outputs, axes)
+        numbers = reached(program, reduced.node.outputs, axes)  # the values that depend on it
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
                 scaled = [operand for operand in node.inputs if operand not in numbers]
@@ -224,7 +237,8 @@ def scalings(
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
     """Returns the values that depend on the reduced numbers `start`, each with its missing axes.
 
-    An axis of `axes` is missing if no collective on the way to the value goes over it.
+    An axis of `axes` is missing if on some way to the value no collective goes over it. A value
+    without missing axes is left out.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
@@ -236,8 +250,8 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
             continue
         missing[value] = axes
         for node in program.used[value]:
-            left = axes - joined_axes(program, node)
-            if node.name in LOOPS:
+            left = axes - joined_axes(program, node)  # without those that a collective goes over
+            if node.name in LOOPS:  # the carry that begins as this value
                 carries = flat.carried(node.eqn)
                 waiting += [(node.outputs[j], left) for i, j in carries if node.inputs[i] == value]
             elif node.sent or node.name in PASSED_ON:
@@ -247,10 +261,10 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns the value before its casts and its scalar factors, in a set.
+    """Returns the value before its casts and its scalar factors, in a set, and an empty list.
 
     If `value` is chosen from several, by `select_n` or a conditional, the set has all of them, and
-    the second result has the predicates that choose.
+    the list has the predicates that choose.
     """
     ends, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
@@ -263,7 +277,7 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         full = [operand for operand in inputs if _is_full(program, _bare(program, operand))]
         if node and node.name in SCALED:
             waiting += operands(node, value)
-        elif node and node.name in ("mul", "div") and len(full) == 1:
+        elif node and node.name in ("mul", "div") and len(full) == 1:  # the other is a scalar
             waiting += full
         elif node and node.name in ("select_n", CHOSEN):
             predicates.append(node.inputs[0])
@@ -281,7 +295,11 @@ def _bare(program: Flat, value: int) -> int:
 
 
 def _is_full(program: Flat, value: int) -> bool:
-    """Returns whether a value has several elements, and is not one number that was broadcast."""
+    """Returns whether a value has several elements, none of them repeated by a broadcast.
+
+    Of the operations `LAID_OUT` (broadcasts and reshapes), only a broadcast has a smaller operand.
+    Only the operation that makes the value is looked at.
+    """
     size, node = program.types[value].size, program.made.get(value)
     if node is None or node.name not in LAID_OUT:
         return size > 1
@@ -290,7 +308,11 @@ def _is_full(program: Flat, value: int) -> bool:
 
 def _is_of_optax(node: Node) -> bool:
     """Returns whether optax made the operation: whether the innermost function outside JAX that is
-    known is in one of its files."""
+    known is in a file of optax.
+
+    `scope.at` has the equation and the calls around it; `maker` gives the file of such a function,
+    or "".
+    """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
 
@@ -303,7 +325,8 @@ def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
 
 
 def _rounds(program: Flat, node: Node) -> bool:
-    """Returns whether an operation rounds to numbers of fewer than 16 bits, or to whole ones."""
+    """Returns whether an operation rounds to whole numbers, or casts to integers or to
+    floating-point numbers of fewer than 16 bits."""
     if node.name != "convert_element_type":
         return node.name == "round"
     dtype = program.types[node.outputs[0]].dtype

@@ -19,13 +19,15 @@ from parallax import jaxprs
 NO_AXES: frozenset[str] = frozenset()
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
 
-# The results of these hold numbers of the first operand, at places that are not computed.
+# The results of these hold numbers of the first operand (or the negative of them), at places that
+# do not depend on other operands.
 VIEWS = frozenset(
     {
         *("broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice"),
         *("squeeze", "transpose"),
     }
 )
+# The same, but the places may depend on other operands.
 _MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _KINDS = {
@@ -162,7 +164,8 @@ class Value(NamedTuple):
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
     def stacked(self) -> "Value":
-        """Returns the facts of such values, stacked along a new first dim."""
+        """Returns the facts of such values, stacked along a new first dim. The stack is no longer
+        followed as elements of an argument (`shard`)."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -182,28 +185,34 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts of a value that is computed from all `values`: the facts of its numbers,
-    and of its dims only those given in `fields`.
+    """Returns the facts of the numbers of a value that is computed from all `values`. Its other
+    facts (`narrow`, `parts`, dims, terms, shard and so on) are those given in `fields`, or unknown.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
         trip=max((value.trip for value in values), default=0),
         constant=all(value.constant for value in values),
+        # Pairs of an axis and the line of the sum over it. An axis is listed once, with one of its
+        # lines: they are only for messages.
         summed=tuple(dict(pair for value in values for pair in value.summed).items()),
     )
     return together._replace(**fields)
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts that are certain of a value that is one of two. If one of the two is made
-    only of numbers written into the program, the dims are those of the other."""
+    """Returns the facts of a value that is one of two. Facts that lead to a finding, such as a
+    `shard`, must hold for both; facts that excuse one, such as `differs`, need to hold for only
+    one. If one of the two is made only of numbers written into the program, the dims are those of
+    the other.
+    """
     together = joined(
         [first, second],
         narrow=first.narrow if first.narrow == second.narrow else "",
         shard=first.shard if first.shard == second.shard else None,
         fed=first.fed & second.fed,
-        chosen=first.chosen | second.chosen,  # these axes excuse a finding, so one is enough
+        chosen=first.chosen | second.chosen,  # these axes excuse a finding
     )
+    # The dims of numbers written into the program are None.
     if first.dims is None or second.dims is None:
         spread = first if second.dims is None else second
         return together._replace(dims=spread.dims, terms=spread.terms, shared=spread.shared)
@@ -215,11 +224,12 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts of a dim that is one of two; it counts rows if one of the two does."""
+    """Returns the facts of a dim that is one of two: those of both, but it counts rows if one of
+    the two does."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
-        first.rows or second.rows,
+        first.rows or second.rows,  # a carry may begin as zeros, and get rows in the first trip
         first.drawn and second.drawn,
         first.counted and second.counted,
         first.parts & second.parts,
@@ -227,7 +237,10 @@ def _either_dim(first: Dim, second: Dim) -> Dim:
 
 
 def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
-    """Returns the 16-bit type whose numbers an equation's result holds in a wider type, or ""."""
+    """Returns the name of the 16-bit type whose numbers an equation's result holds in a wider type,
+    or "". `values` are the facts of the operands; of a `cond`, those of its predicate and then of
+    this result of each branch.
+    """
     name = eqn.primitive.name
     if name == "convert_element_type":
         source, result = (jaxprs.types(atoms)[0].dtype for atoms in (eqn.invars, eqn.outvars))
@@ -237,7 +250,8 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
     if name in _MOVES:
         return values[0].narrow
     if name in ("concatenate", "select_n", "cond"):
-        chosen = values if name == "concatenate" else values[1:]
+        chosen = values if name == "concatenate" else values[1:]  # without the predicate
+        # A constant, such as the 0 of a mask, does not count.
         types = {value.narrow for value in chosen if not value.constant}
         return types.pop() if len(types) == 1 else ""
     return ""
@@ -251,6 +265,8 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     made of `ppermute`s.
     """
     kind = _KINDS.get(eqn.primitive.name)
+    # A collective of groups of devices along an axis is not followed as one of its axis. An axis
+    # with a number for a name is one of `vmap`, and no mesh axis.
     if kind and eqn.params.get("axis_index_groups") is None:
         names = in_tuple(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
         axes = tuple(axis for axis in names if isinstance(axis, str))
@@ -292,8 +308,10 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
         axes: its axes that have several devices.
         where: its line.
     """
+    # The first three fields of a `Value` are `differs`, `trip` and `constant`.
     if sent.kind not in ("sum", "maximum", "gather"):
         return Value(value.differs | axes, value.trip, value.constant)
+    # The lines of sums, for messages: a new collective over an axis replaces the earlier sum.
     summed = {axis: line for axis, line in value.summed if axis not in axes}
     if sent.kind == "sum":
         summed |= dict.fromkeys(sorted(axes), where)
