@@ -1,8 +1,9 @@
 """The seconds that the messages of a planned layout take.
 
-A collective of `jax.lax` takes the time of the fastest algorithm on the simulated network. Another
-algorithm takes the time of its formula. A `Term` (of `traffic`) is one kind of collective in a
-step, with its axes, its bytes and its calls.
+A collective of `jax.lax` (`LAX`) takes the time of the fastest algorithm on the simulated network.
+Every other collective takes the time of a formula. A `Term` (of `traffic`) is one kind of
+collective in a step: its function, its axes, the `n` devices on them, the bytes `nbytes` that it
+takes, and its number of calls, `times`.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class Chosen(NamedTuple):
     Attributes:
         axis: the name of the axis.
         algorithm: its name in `parallax.collectives`.
-        seconds: for each algorithm that was tried, the seconds of all collectives of `jax.lax`
-            along the axis in a step; the fastest first.
+        seconds: for each algorithm that was tried, by name, the seconds of all collectives of
+            `jax.lax` along the axis in a step; the fastest first.
     """
 
     axis: str
@@ -37,7 +38,8 @@ class Chosen(NamedTuple):
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
     """Returns the fastest algorithm for the collectives of `jax.lax` along each axis, if they run
-    one after another. Collectives over several axes at once are left out."""
+    one after another. An axis without such collectives is left out, and so are collectives over
+    several axes at once, which `messages` prices by a formula."""
     found = []
     for axis in layout.axes:
         calls = [
@@ -56,18 +58,21 @@ def messages(
 ) -> dict[tuple[str, ...], Number]:
     """Returns the seconds of all messages by axes, none of them hidden behind arithmetic.
 
-    Collectives of `jax.lax` along an axis of `algorithms` take its simulated seconds. All others
-    take the time of an alpha-beta formula, on the slowest link between the devices of their axes.
+    Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms` has for
+    that axis. All others take the time of an alpha-beta formula, on the slowest link between the
+    devices of their axes.
     """
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms
     }
     simulated = set(found)
-    links_per_hop = hardware.hops(layout.axes)  # by axis
+    links_per_hop = hardware.hops(layout.axes)  # by axis, since a hop may cross several links
     for term in terms:
+        # A collective of one device sends nothing.
         if term.n > 1 and not (term.axes in simulated and term.collective in LAX):
             # Over several axes, the axis whose neighbours are furthest apart decides.
             links = max(links_per_hop[name] for name in term.axes)
+            # A fast link, if the range of device numbers in a group fits into a fast domain.
             hop = hardware.link(span(layout.axes, term.axes), links)
             taken = term.times * cost.seconds(term.cost, hop)
             found[term.axes] = found.get(term.axes, 0.0) + taken

@@ -8,12 +8,13 @@ The bytes of state and of traffic are exact: the tests hold them against compile
 memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
 of matrix products, passes over memory and messages. Overlap would shorten it.
 
-Legend: N parameters, L layers, D width, T tokens, V rows of the vocabulary, P stages, t tensor
-devices, b sequences of a microbatch. A `Sizes` has the sizes of a microbatch on a device, and how
-often a step calls each part: `forward` and `backward` passes of a stage, gradients of its `weights`
-and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a model
-without closed forms. `kernel` says whether attention runs in a kernel that keeps no scores, and
-`hardware.short` is the bytes of a number in a 16-bit type.
+Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices. A *product* is a
+matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
+`forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
+(W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
+model without closed forms. `recomputed` tells what the backward pass runs again. `kernel` says
+whether attention runs in a kernel that keeps no scores, and `hardware.short` is the bytes of a
+number in a 16-bit type.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -82,14 +83,16 @@ class Memory(NamedTuple):
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The bytes by kind at the fullest moment, which add up to `peak`. The four largest
-        temporaries have rows of their own, by operation and source file."""
+        """The bytes at the fullest moment by kind, which add up to `peak`. The four largest
+        temporaries are kinds of their own, named by operation and source file."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
+            # "folder/file.py" of a line such as "/home/folder/file.py:12"
             file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
             kind = f"{buffer.what}, {file}"
-            size = min(buffer.bytes, others)  # some may lie in the chip's own memory
+            # `temporaries` leaves out bytes in the chip's own memory, which `held` may have.
+            size = min(buffer.bytes, others)
             named[kind] = named.get(kind, 0) + size
             others -= size
         kinds = {
@@ -108,8 +111,8 @@ class Work(NamedTuple):
     Attributes:
         model: operations of the whole step, as papers count them. A token needs 6 for each
             parameter in a product, and 12 L D T for attention.
-        device: operations of one device, with all that is computed again, and the work of idle
-            stages on garbage.
+        device: operations of one device, with those that run again, and those of idle stages on
+            garbage.
     """
 
     model: Number
@@ -120,11 +123,11 @@ class Seconds(NamedTuple):
     """Seconds of a step, without overlap.
 
     Attributes:
-        products: of matrix products.
-        passes: of passes over memory, between products.
+        products: of matmuls.
+        passes: of passes over memory, between matmuls.
         messages: of messages between devices.
         update: of the optimizer's passes over parameters, gradients and its state.
-        fresh: for memory that the system hands out anew in each step, on hosts.
+        fresh: of the system, which hands out the temporaries' memory anew in each step on a CPU.
     """
 
     products: float
@@ -151,11 +154,11 @@ class Plan:
         work: floating-point operations of a step.
         traffic: the collectives of a step.
         seconds: seconds of a step.
-        along: seconds of its messages, by axes.
+        along: seconds of the messages of a step, by axes.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: one that acts element by element.
         axes: the collective algorithms, as in `Compute`.
-        algorithms: the fastest along each axis where `jax.lax` moves the data.
+        algorithms: the fastest algorithm along each axis along which `jax.lax` moves the data.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -193,18 +196,19 @@ class Plan:
 
     @property
     def share_of_peak(self) -> Number:
-        """Model FLOPs utilisation, from 0 to 1: the model's operations, over those that the devices
-        could do in the time of a step."""
+        """Model FLOPs utilisation, from 0 to 1: the model's operations, divided by those that all
+        devices could do in the time of a step at their peak rate."""
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
 
     @property
     def overlapped(self) -> Number:
-        """Seconds of a step if all messages over the replicas overlap the rest of the step."""
+        """Seconds of a step if all messages over the axes `replica` and `data` overlap the rest of
+        the step."""
         replica_axes = {"replica", "data"}
         hidden = sum(taken for axes, taken in self.along.items() if replica_axes.issuperset(axes))
-        # The longer of the two: the rest of the step, or the messages beside it.
+        # The longer of the two: the rest of the step, or these messages.
         return max(self.seconds.total - hidden, hidden)
 
     @property
@@ -234,9 +238,9 @@ def plan(
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
-        axes: the collective algorithms, as in `Compute`; `cost` must have a formula for each. Along
-            all other axes `jax.lax` moves the data, in the time of the fastest algorithm on the
-            chip's network.
+        axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
+            each. Along all other axes `jax.lax` moves the data, in the time of the fastest
+            algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
             stands for the recipe's own choice, which is such a kernel on TPUs.
 
@@ -246,7 +250,8 @@ def plan(
     """
     check(config, layout, batch)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
-    # The bytes are those of all calls; the time is that of the calls that a tick waits for.
+    # The bytes count all calls of a device (`terms`). The time counts only the calls for which all
+    # stages wait (`timed`): a tick lasts as long as its most expensive job.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     timed = waited(config, layout, batch, hardware, kernel)
     timed_terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=timed)
@@ -265,10 +270,12 @@ def plan(
             / (_rate(hardware, layout) * hardware.efficiency),
             passes=_passes(config, layout, batch, hardware, timed, kernel) / hardware.bandwidth,
             messages=sum(along.values()),
+            # `FLOAT` is the bytes of a float32 number.
             update=UPDATE_PASSES * FLOAT * _updated(config, layout) / hardware.bandwidth,
         ),
         along=along,
-        # Each chunk has three jobs per microbatch, F, I and W; the rest of the ticks is idle.
+        # `timed` counts the ticks of F, I and W, also those in which a stage is idle. A device
+        # works in three of them for each microbatch and chunk.
         bubble=1
         - 3
         * layout.microbatches
@@ -290,8 +297,8 @@ def has_kernel(
     config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
     """Returns whether attention runs in a kernel that keeps no scores: `asked`, or if that is None,
-    the recipe's choice, which is such a kernel on TPUs. Over a context axis there is none."""
-    if layout.context > 1:
+    the recipe's choice, which is such a kernel on TPUs."""
+    if layout.context > 1:  # ring attention instead
         return False
     if asked is None:  # the TPU kernel needs a multiple of 128 tokens
         return hardware.platform == "tpu" and config.context % 128 == 0
@@ -299,12 +306,12 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the sizes of a step, with the calls that its time consists of.
+    """Returns the `Sizes` of a step, with only those calls of F, I and W that its time consists of.
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
-    the most expensive job of the tick, and only that one counts. A call of F, I or W (forward,
-    backward, weights) costs the seconds of its products and of its passes over memory. `kernel`
-    says whether attention keeps no scores.
+    the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
+    backward, weights) costs the seconds of its matmuls and of its passes over memory. The calls of
+    the other parts stay as `traffic.sizes` counts them.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -335,9 +342,9 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     layout.check(sizes)
     if not counts(layout):
         raise ValueError(
-            f"plan: {layout} computes or gathers again in the ticks of the input's gradient, which "
-            "its schedule is there to shorten, and what then waits for the weights' gradients is "
-            "not counted. Use remat=none without ZeRO-3, or another schedule."
+            f"plan: {layout} computes or gathers again in the ticks of the input's gradient. Its "
+            "schedule needs these ticks to be short, and plan does not count the arrays that then "
+            "wait for the weights' gradients. Use remat=none without ZeRO-3, or another schedule."
         )
 
 
@@ -345,6 +352,7 @@ def counts(layout: Layout) -> bool:
     """Returns whether plan has closed forms for a layout. It has none for a schedule that defers
     the gradients of weights if the backward pass computes or gathers anything again."""
     again = recomputed(layout)
+    # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
 
 
@@ -408,22 +416,26 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. Zigzag leaves out chunks of keys that come
-    # after the query's chunk; one device computes all pairs.
+    # after the query's chunk: it computes 2n + 1 of a device's 4n pairs of chunks. One device
+    # computes all pairs.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
-    # A layer's forward pass: products with weights, and attention's.
+    # A layer's forward pass: 2 operations for each token and weight, and attention's two products
+    # (with keys and with values), of 2 operations for each pair and number of a query.
     weights = 2 * layer.weights * size.tokens / t
     scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
-    # The share of a layer's products with weights that runs again. The last product, of
-    # `layer.last` of the `layer.weights` numbers, does not: its result is kept, as the input of
-    # the next layer or stage.
+    # The share of a layer's products with weights that runs again. The last product, with
+    # `layer.last` of the `layer.weights` numbers, does not run again: its result is kept, as the
+    # input of the next layer or stage.
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
-    # The vocabulary is split over the stages too. Forward and both gradients: 3 products of 2.
+    # Forward and both gradients are 3 products of 2 operations for each token and weight. The
+    # vocabulary is split over the stages too.
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
-    # The whole backward pass is 2 forward passes. The weights' gradients have calls of their own.
+    # The whole backward pass costs 2 forward passes. Its weights' gradients, as many operations as
+    # `weights`, have calls of their own.
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
 
@@ -444,25 +456,27 @@ def _passes(
     """Returns the bytes that a device reads and writes between products, in the forward and
     backward calls of `size`.
 
-    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there.
-    `kernel` says whether attention keeps no scores.
+    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. With
+    a `kernel` attention makes no scores in memory.
     """
-    # A layer makes all its arrays, attention's scores too, even if it keeps only some of them.
+    # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
     # A backward call also runs a share of the forward pass again (`again.passes`).
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
+    # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
-    # Written once and read once. If the weights' gradients have a lane of their own, what the
-    # input's gradient hands on to it is stored too.
+    # Each is written once and read once.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
         * size.layers
         * (size.forward + size.backward)
     )
+    # If the weights' gradients have jobs of their own, the arrays that the input's gradient hands
+    # on to them (`handed`) wait in slots too, beside the kept ones.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
@@ -470,7 +484,7 @@ def _passes(
 
 
 def _updated(config: Config, layout: Layout) -> int:
-    """Returns the number of parameters that one device updates."""
+    """Returns the number of parameters that one device updates: its shares, with ZeRO."""
     return sum(leaf.share for leaf in leaves(config, layout))
 
 
@@ -478,8 +492,8 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line with the share of the parameters that ZeRO cannot split: those of leaves
-    without a dim that is a multiple of n, the devices that would split it. Returns no line if the
+    """Returns a line with the share of the parameters that ZeRO cannot split over n devices: those
+    in leaves without a dim that is a multiple of n. Returns no line without ZeRO (n = 1), or if the
     share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
@@ -491,8 +505,8 @@ def _unsplit(plan: Plan) -> list[str]:
 
 
 def _of_memory(memory: Memory) -> list[str]:
-    """Returns a line for each kind of memory, the largest temporaries under theirs, and the
-    peak."""
+    """Returns a line for each kind of memory, then one for each of the largest temporaries, then
+    the peak."""
     sums = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,

@@ -27,8 +27,8 @@ class Comparison(NamedTuple):
 
     @property
     def off(self) -> Number:
-        """The relative difference, above 0 if too much was predicted: 0 if both are 0, and 1 if
-        only the program's is."""
+        """The relative difference, above 0 if too much was predicted. It is 0 if both numbers are
+        0, and 1 if only the program's number is 0."""
         return (
             self.predicted / self.program - 1
             if self.program
@@ -37,10 +37,10 @@ class Comparison(NamedTuple):
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
-    """Returns each prediction beside the number in the compiled step of the same layout, from
-    `memory_analysis()` and its collectives.
+    """Returns each prediction beside the number in the compiled step of the same layout. The
+    program's numbers come from its `memory_analysis()` and its collectives.
 
-    The bytes of arguments and messages should be equal; the temporaries should be near.
+    The bytes of arguments and messages should be equal; those of temporaries should be near.
     """
     memory = compiled.memory_analysis()
     assert memory is not None

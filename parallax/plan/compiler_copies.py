@@ -20,10 +20,11 @@ class Backend(NamedTuple):
         stacks: copies of each stacked result that a backward loop fills: the result begins as
             zeros, which stay in memory beside the copy that is filled.
         arguments: whether a donated argument is copied before it is overwritten, if the result that
-            overwrites another argument reads it too. The new weights read the moments, for example.
-        slices: copies of a layer's slice of the stacked arrays for each further layer in a loop's
-            body (with ZeRO-3 a body has two). One slice has all layers of the body, and XLA cannot
-            read a part of it in place.
+            overwrites another argument reads it too. The new weights, for example, read the
+            moments.
+        slices: copies of a layer's slice of the stacked arrays, for each layer in a loop's body
+            after the first (with ZeRO-3 a body has two layers). One slice has all layers of the
+            body, and XLA cannot read a part of it in place.
         near: bytes of an innermost loop's body that are in the chip's own memory instead of the
             device's.
         early: whether a loop's stacked results have memory already while the loops before it run.
@@ -51,21 +52,22 @@ def backend(platform: str, name: str = "") -> Backend:
 
 
 def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the copies of a loop's stacked results that exist while it runs. Only a backward
-    loop, which runs in reverse, has any."""
+    """Returns the copies of a loop's `stacked` results that exist while the loop runs. Only a
+    backward loop, which runs in reverse, has any."""
     if not eqn.params.get("reverse", False):
         return ()
-    filled = [buffer for buffer in stacked if buffer.bytes]
+    filled = [buffer for buffer in stacked if buffer.bytes]  # a result that nobody needs has none
     # A list times a number repeats its elements: `stacks` copies of each.
     return tuple(Buffer(buffer.bytes, buffer.eqn) for buffer in filled * habits.stacks)
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the copies of donated arguments that the results of other arguments still read.
+    """Returns the copies of donated arguments that are overwritten while results that overwrite
+    other arguments still read them.
 
     Args:
-        pairs: each donated argument that a result overwrites, and the buffers that this result is
-            computed from.
+        pairs: each donated argument that a result overwrites, and the buffers from which this
+            result is computed.
         habits: the habits of the backend.
     """
     if not habits.arguments:

@@ -1,4 +1,9 @@
-"""Finds the equations of a traced program that its results need. A compiler removes the others."""
+"""Finds the equations of a traced program that its results need. A compiler removes the others.
+
+`used` or `results` say which results of an equation or a jaxpr are needed, and `operands` which of
+its operands these need. An *atom* is a variable or a literal. `jaxprs.called` gives the only jaxpr
+inside an equation that has the equation's operands and results, such as that of a `jit`.
+"""
 
 from collections.abc import Sequence
 
@@ -22,8 +27,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns whether each operand is needed for these `results`, and the same for each result
-        of each equation. An equation that is not needed has None."""
+        """Returns whether each operand of a jaxpr is needed for the `results` that are true. Then,
+        for each equation, whether each of its results is needed; None if the equation is not."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -32,7 +37,7 @@ class Needed:
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
         """Returns the result of `__call__`. Goes backward through the equations with the set of
-        variables that are needed so far; an equation with effects is always needed."""
+        variables that are needed so far, `live`. An equation with effects is always needed."""
         live = {
             atom
             for atom, used in zip(jaxpr.outvars, results, strict=True)
@@ -50,13 +55,13 @@ class Needed:
                     for atom, is_needed in zip(eqn.invars, operands, strict=True)
                     if is_needed and not jaxprs.is_literal(atom)
                 }
-        return [var in live for var in jaxpr.invars], found[::-1]
+        return [var in live for var in jaxpr.invars], found[::-1]  # in the order of the equations
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A barrier needs the operands of these results, and a call those that its program needs. A
-        while loop, like any other equation, needs all operands.
+        A barrier needs the operands of these results. A call, such as a `jit`, needs those that its
+        program needs. Any other equation, and a while loop, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
@@ -69,8 +74,8 @@ class Needed:
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether each result of a scan's body is needed: outside (`used`), or as a carry
-        by the next trip. Repeats until no further carry is needed."""
-        constants, carries = jaxprs.scan_parts(eqn)
+        by the next trip. A carry may need another one, so this repeats until nothing changes."""
+        constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
             by_next_trip = self(body, results)[0][constants : constants + carries]
@@ -86,8 +91,8 @@ class Needed:
 
         A carry's start is needed if the body reads the carry, or if its last value is needed.
         """
-        constants, carries = jaxprs.scan_parts(eqn)  # how many
-        if eqn.params["length"] == 1:  # no loop
+        constants, carries = jaxprs.scan_parts(eqn)  # their numbers
+        if eqn.params["length"] == 1:  # no loop: the body runs once, on these operands
             return self(jaxprs.inner(eqn)[0], used)[0]
         results = self.of_scan(eqn, used)
         operands = self(jaxprs.inner(eqn)[0], results)[0]

@@ -48,8 +48,8 @@ def traced(
     found: list[Trace] = []
 
     def of_key(key) -> None:
-        """Traces the step inside `eval_shape`, and leaves the trace in `found`: it is no array,
-        which `eval_shape` could return."""
+        """Traces the step inside `eval_shape`, and appends the trace to `found`, since `eval_shape`
+        returns only arrays."""
         prepared = decoder.train_step(
             family, config, optimizer, layout, world, batch=batch, key=key, **options
         )

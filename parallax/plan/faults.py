@@ -18,8 +18,8 @@ import math
 from typing import NamedTuple
 
 YEAR = 365.25 * 86_400  # seconds
-# The most mean times between failures that a save or a restart may take. With 100, a run already
-# takes e^100 times its work.
+# The largest multiple of the mean time between failures that a save or a restart may take. With
+# 100, a run already takes e^100 times its work.
 MOST = 100
 
 
@@ -88,8 +88,8 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
         )
     if max(save, restart) > MOST * between:
         raise ValueError(
-            f"plan.faults: a failure comes in every {between:.3g} s on the mean, a save takes "
-            f"{save:g} s and a restart {restart:g} s, so no run gets on. Check the rate of "
+            f"plan.faults: a failure comes every {between:.3g} s on average, a save takes "
+            f"{save:g} s and a restart {restart:g} s, so no run makes progress. Check the rate of "
             "failures."
         )
     if math.isinf(between):
@@ -119,8 +119,9 @@ def young(between: float, save: float) -> float:
 
 
 def daly(between: float, save: float) -> float:
-    """Returns Daly's interval: Young's with two more terms, minus the save. If a save takes at
-    least 2 `between`, the formula no longer holds, and the interval is `between`."""
+    """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
+    If a save takes at least 2 `between` seconds, the formula no longer holds, and the interval is
+    `between`."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -128,8 +129,8 @@ def daly(between: float, save: float) -> float:
 
 
 def wall(between: float, interval: float, *, save: float, restart: float) -> float:
-    """Returns the expected seconds for one second of useful work: M e^(R/M) (e^((tau + delta)/M) -
-    1) / tau."""
+    """Returns the expected seconds of the run for one second of useful work, by the formula at the
+    top of this file: M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
     return (
         between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
     )

@@ -1,6 +1,7 @@
 """The arrays of a traced program, as a compiler treats them.
 
-A value is either *held* in a buffer, or *fused*: each operation that reads it computes it anew.
+A value is either *held* in a buffer, or *fused*: each operation that reads the value computes it
+anew. An `aval` is JAX's type of an array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,8 @@ class Value:
     ):
         """Makes a value of type `aval`, the result of `eqn`.
 
-        `reads` has the buffers that a reader of the value reads, with the bytes of each: its own
-        `buffer` if it is held, else those that it is computed from.
+        `reads` has the buffers that a reader of the value reads, with the bytes read of each: the
+        value's own `buffer` if it is held, else the buffers from which it is computed.
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)

@@ -36,8 +36,8 @@ def terms(
     """
 
     def found() -> Iterator[Term]:
-        """Yields a term for each array. Changes are sent in float32 or wider, or as int8 if `axis`
-        is an `ErrorFeedback`, which quantizes them."""
+        """Yields a term for each array. Changes are sent in float32 (4 bytes) or wider. If `axis`
+        is an `ErrorFeedback`, they are sent as `quantized` sends them, in int8."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")
@@ -46,11 +46,14 @@ def terms(
             if axis is None
             else axis
         )
-        move = Axis.of(along).algorithm.all_reduce
+        all_reduce = Axis.of(along).algorithm.all_reduce
         for leaf in state_bytes.leaves(config, layout):
+            # With ZeRO-3 a device has only its share of an array.
             count = leaf.share if layout.zero == 3 else leaf.elements
-            # One call in a round, over `islands` devices, of numbers of `wide` bytes.
-            yield Term("changes between islands", ("island",), move, count * wide, 1, islands, wide)
+            # One call in a round, over `islands` devices, of numbers of `wide` bytes each.
+            yield Term(
+                "changes between islands", ("island",), all_reduce, count * wide, 1, islands, wide
+            )
 
     return [term for term in found() if islands > 1]
 

@@ -21,8 +21,8 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """The calls of each part in a step on one device, and the slots: of a pipeline, or of
-    accumulated microbatches if there is one stage.
+    """The calls of each part in a step on one device, and the slots. With one stage they are those
+    of accumulated microbatches.
 
     Attributes:
         forward: ticks with a forward pass.
@@ -67,19 +67,20 @@ def jobs(layout: Layout) -> Jobs:
             embeds=M,
             leaves=M,
         )
-    # A microbatch enters the pipeline per tick, and the last needs P - 1 more ticks to reach the
-    # last stage. There is at most one slot for each microbatch of a chunk, and one for the ticks
-    # without a job.
+    # One microbatch enters the pipeline in each tick, and the last one needs P - 1 more ticks to
+    # reach the last stage. There is at most one slot for each chunk of each microbatch, and one for
+    # the ticks without a job.
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
-    # The last stage's weights come P - 1 ticks after its input's gradient.
+    # The weights' gradients have a lane of their own. On the last stage this lane runs P - 1 ticks
+    # after the lane of the input's gradient, so the arrays of P microbatches wait.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
-    # XLA unrolls a loop of one tick, and drops its send, which nobody reads. A single microbatch is
-    # embedded only once.
+    # Each tick sends an activation and a cotangent. XLA unrolls a loop of one tick, and drops the
+    # one of its messages that nobody reads. A single microbatch is embedded only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
     # In lockstep no slots are kept for arrivals: 0.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
@@ -93,7 +94,7 @@ def in_lockstep(layout: Layout) -> bool:
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
     """Returns the number of ticks that take the time of F, of I and of W, given the cost of each.
 
-    Each stage has a job of its own in a tick, and all wait for the most expensive of them.
+    Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
     """
     return table_of(layout).timed_ticks(*costs)
 

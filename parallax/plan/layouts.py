@@ -5,7 +5,8 @@ fastest first.
         print(planned.seconds.total, planned.layout)
 
 The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
-step of the fastest is traced, one layout after another, and its memory decides whether it fits.
+steps of the layouts are traced, the fastest layout first, and the memory decides whether each fits.
+`plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
 """
 
 import itertools
@@ -56,11 +57,11 @@ def search(
     `count`, the fastest first.
 
     Each has the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts differ
-    only in ZeRO's stage and in remat, only the fastest that fits is listed. Tensor parallelism also
-    splits tokens if it can, since that moves as many bytes and keeps fewer. A pipeline splits the
-    batch into microbatches of `choices.sequences` sequences each. A schedule that defers the
-    weights' gradients recomputes nothing. ZeRO splits over all replicas, or within groups of
-    them (HSDP).
+    only in ZeRO's stage and in remat, only the fastest of those that fit is listed. Tensor
+    parallelism also splits tokens if it can, since that moves the same number of bytes and keeps
+    fewer. A pipeline splits the batch into microbatches of `choices.sequences` sequences each. A
+    schedule that defers the weights' gradients recomputes nothing. ZeRO splits over all replicas,
+    or within groups of them (HSDP).
 
     Args:
         config: the model's sizes.
@@ -133,11 +134,11 @@ def search(
 
 
 def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
-    """Returns the recommended plan: among those whose time is near the shortest, the one that
+    """Returns the recommended plan: among the plans whose time is near the shortest, the one that
     splits layers and matrices over the fewest devices.
 
-    A predicted time may be off by more than a twentieth, and a replica of fewer devices has fewer
-    messages that work must wait for.
+    A predicted time may be off by more than 5 %, and a replica of fewer devices has fewer messages
+    for which work must wait.
 
     Args:
         plans: the fastest first, as `search` returns them.
@@ -174,13 +175,14 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
     """Yields the layouts that divide the model and the batch, and for which plan has closed
     forms."""
     for sizes in _sizes(config, devices, batch, choices.sequences):
-        # Messages between stages can be split over the tensor axis, unless tokens already are.
+        # Messages between stages can be split over the tensor axis (`split_sends`), unless tokens
+        # already are (`sequence`).
         by_stages = sizes["stage"] > 1
         splits = (False, True) if by_stages and sizes["tensor"] > 1 else (False,)
         if sizes["sequence"]:
             splits = (False,)
         schedules = choices.schedules if by_stages else ("one_f_one_b_lockstep",)
-        # `CHOICES` has all values that these fields of a `Layout` may have.
+        # `CHOICES` has all values that a field of a `Layout` may have.
         options = itertools.product(splits, schedules, CHOICES["zero"], CHOICES["remat"])
         for split_sends, schedule, zero, remat in options:
             fields = sizes | {
@@ -195,8 +197,8 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
-    """Yields fields of `Layout`: the sizes of the axes, with microbatches and chunks, that divide
-    the model and the batch. `sequences` are the sizes of a microbatch to try."""
+    """Yields fields of `Layout` that divide the model and the batch: the sizes of the axes, and the
+    numbers of microbatches and chunks. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
         # The vocabulary (`rows`) is split over both axes, heads and feed-forward over tensor only.
@@ -216,6 +218,7 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
             if remainder or config.layers % (stage * chunks) or (stage > 1 and microbatches == 1):
                 continue
             yield {
+                # ZeRO splits over the axis `data`, in each of the `replica` groups.
                 "replica": replicas // data,
                 "data": data,
                 "stage": stage,
@@ -234,8 +237,8 @@ def _groups(replicas: int, stage: int) -> list[int]:
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Returns a lower bound of the bytes that a device needs: for the step's arguments, and for the
-    arrays that the layers keep for the backward pass."""
+    """Returns a lower bound of the bytes that a device needs: the bytes of the step's arguments and
+    of the arrays that the layers keep for the backward pass."""
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)
