@@ -82,7 +82,7 @@ class Hardware:
         domain, else over the network.
 
         Args:
-            span: the range of the group's device numbers, from the first to the last.
+            span: how many device numbers the group spans, from its first device to its last.
             links: the fast links that the hop crosses. Its time is multiplied by their number,
                 since its bytes use all of them.
         """
@@ -109,6 +109,7 @@ class Hardware:
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
+        # `torus.FLAT` has the names of the TPUs whose torus has two dims.
         rings = torus.closed_dims(self.name in torus.FLAT, self.torus)
         return dict(
             zip(axes, torus.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
@@ -117,10 +118,11 @@ class Hardware:
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     """Returns the record of a GPU, from GB, teraflops per second, and GB per second."""
-    # Seconds per hop, per byte that is sent, and per received byte that is added.
+    # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
+    # gamma). The head of this file has the sources of the latencies and of the shares reached.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
-    rates = rate * TERA, full_rate * TERA, bandwidth * GB
+    rates = rate * TERA, full_rate * TERA, bandwidth * GB  # in the order of `Hardware`'s fields
     domain = 8  # the GPUs of a machine, which NVLink joins
     return Hardware(name, "cuda", memory * GB, *rates, domain, fast, slow, reached=(0.9, 0.8))
 
@@ -130,9 +132,11 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
 
     `chips` is the number of chips of the largest slice.
     """
-    # Seconds per hop, per byte that is sent, and per received byte that is added.
+    # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
+    # gamma). The head of this file has the sources of the latencies.
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
+    # JAX multiplies float32 arrays on a TPU in bfloat16 by default, so both rates are the same.
     rates = rate * TERA, rate * TERA, bandwidth * GB
     return Hardware(name, "tpu", memory * GIB, *rates, chips, fast, slow, clock=clock * 1e9)
 
@@ -172,6 +176,7 @@ def named(name: str) -> Hardware:
         ValueError: the chip is not known.
     """
     key, _, sizes = name.lower().partition(":")
+    # Names such as "TPU v5p" are known too.
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
     # Sizes that are no numbers are missing in `torus`, so its text differs from `sizes`.
@@ -182,4 +187,5 @@ def named(name: str) -> Hardware:
         )
     if not torus:
         return KNOWN[key]
+    # The fast links join only the chips of this slice.
     return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))

@@ -108,7 +108,7 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
 def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     """Returns the error for sizes that do not multiply to the number of devices, with cures.
 
-    `asked` are the sizes in words.
+    `asked` are the sizes as text, such as "data=4 x tensor=2".
     """
     product = math.prod(sizes.values())
     # New sizes of one axis with which the product is the number of devices.
@@ -177,6 +177,7 @@ def spmd(
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
             )(*arrays)
+        # The last trace counts, if JAX traced `body` more than once.
         return eqx.combine(result, static_out[-1])
 
     return mapped
@@ -190,7 +191,10 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """
 
     def axes(spec, leaves):
-        """Returns the axes of the first dim, if the leaves of this spec have unequal first dims."""
+        """Returns the axes that split the first dim, if the leaves of this spec have unequal rows.
+
+        Otherwise it returns none.
+        """
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
 
@@ -230,7 +234,7 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
 
 
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
-    """Returns `arrays` laid out as `specs` say, if the mesh or an array has Explicit axes.
+    """Returns `arrays`; those that `shard_map` may refuse are first laid out as `specs` say.
 
     On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes it refuses
     arrays with another layout. JAX 0.12 cannot lower an array of an Explicit mesh on an Auto mesh.
@@ -296,7 +300,10 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
-    """Returns the bytes that the devices lack of their parts of `leaf` by `sharding`, in total."""
+    """Returns the bytes of `leaf` that must be moved, summed over devices.
+
+    A device needs its part by `sharding`; the part of `leaf` that it has already is not moved.
+    """
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
         where = (
@@ -343,7 +350,8 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     try:
         fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
-        # The most common mistake is checked first: a number that `jax.jit` turned into an array.
+        # `_check_none` raises a clearer error for the most common mistake: `jax.jit` turned a
+        # number into an array.
         _check_none(specs, tree)
         raise ValueError(
             "The specs must have the structure of the arguments, or of a prefix of it: one "
@@ -358,6 +366,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
     """Raises `ValueError` for an array whose spec is None, the spec of a leaf that is no array."""
+    # `specs` is a tree prefix: an array below the path of a None has the spec None.
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -377,7 +386,8 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
     The message names `path`, and `rule`, which gave the spec, if it is given.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
-    # JAX refuses these too, but its message does not name the leaf.
+    # JAX refuses these too, but its message does not name the leaf. An entry of a spec, for one
+    # dim, names no axis, one, or several.
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:

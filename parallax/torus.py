@@ -45,7 +45,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
     Other devices keep the order given. For GPUs that is machine by machine, so the last axes stay
     inside a machine. Devices of several slices are taken slice by slice, so that the first axes
-    cross the network. TPUs whose coordinates fill no box keep the order given too.
+    cross the network. TPUs are not placed by coordinates if these fill no box, or if the axes
+    cannot be split between the slices.
 
     Args:
         devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
@@ -58,12 +59,14 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     in_order = [slices[k] for k in sorted(slices)]
     outer = _leading(len(slices), sizes)
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
+    # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
     stacked = np.stack(arrays).reshape(*outer, *inner)
-    # Each axis is its outer factor, over slices, times its inner factor: the two become neighbours.
+    # An axis's size is its outer factor, over slices, times its inner factor, inside a slice. The
+    # dims of the two become neighbours, and the reshape joins them.
     order = [k + part for k in range(len(sizes)) for part in (0, len(sizes))]
     return stacked.transpose(order).reshape(tuple(sizes))
 
@@ -76,7 +79,7 @@ def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     factors = []
     for size in sizes:
         factors.append(math.gcd(count, size))
-        count //= factors[-1]
+        count //= factors[-1]  # the slices that the next axes must run over
     return tuple(factors)
 
 
@@ -122,7 +125,7 @@ def hops(
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)]
     means = []
     for axis, size in enumerate(sizes):
-        there = np.roll(here, -1, axis)  # of the next device of the ring
+        there = np.roll(here, -1, axis)  # the coordinates of the next device of the ring
         links = sum(metric[here[..., dim], there[..., dim]] for dim, metric in enumerate(metrics))
         means.append(float(np.mean(links)) if size > 1 else 1.0)
     return means
@@ -143,6 +146,7 @@ def coordinates(
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
+    # For each dim and for the cores, the links between two places: none between cores.
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
         np.zeros((cores, cores))
     ]
@@ -152,6 +156,7 @@ def coordinates(
         # path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
         # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
+        # `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
         total = np.sum(weighted, axis=0)
         if total.min() < cost:
@@ -171,6 +176,8 @@ def _laid(
 ) -> np.ndarray:
     """Returns the coordinates of each device of the mesh: an array [*sizes, dims].
 
+    The cores of a chip count as the last dim.
+
     Args:
         cut: the pieces of each dim.
         lines: for each dim, how its pieces are laid: one of `_lines`.
@@ -187,12 +194,16 @@ def _laid(
                 digits.append(path[:, dims_of_axis.index(dim)])
             else:
                 digits.append(np.zeros(sizes[axis], int))
+        # A line has the place along the dim for each combination of the axes' coordinates.
         places[..., dim] = lines[dim][np.ix_(*digits)]
     return places
 
 
 def _links(size: int, ring: bool) -> np.ndarray:
-    """Returns the number of links between each two places of a dim: an array [size, size]."""
+    """Returns the number of links between each two places of a dim: an array [size, size].
+
+    On a `ring` the shorter way round counts.
+    """
     distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
     return np.minimum(distance, size - distance) if ring else distance
 
@@ -214,7 +225,10 @@ def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
 
 
 def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields each way to write `size` as a product of one divisor of each of `limits`, in order."""
+    """Yields each way to write `size` as a product of factors, one for each of `limits`.
+
+    Factor k divides `limits[k]`.
+    """
     if not limits:
         if size == 1:
             yield ()
@@ -229,9 +243,9 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
 
-    The array gives the place along the dim of each combination of digits, one digit per axis. Any
-    axis may be the innermost. Every second inner stretch may run backward, so that the end of a
-    stretch is next to the beginning of another.
+    The array gives the place along the dim of each combination of digits; a digit is an axis's
+    coordinate in its piece. Any axis may be the innermost. Every second inner stretch may run
+    backward, so that the end of a stretch is next to the beginning of another.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -270,7 +284,7 @@ def _costs(
         lines: for each dim, its layings: the result of `_lines`.
         metrics: for each dim, the links between each two places.
     """
-    # `side` numbers the dims in which the axis has a piece, as the columns of a path do.
+    # `side` counts the dims in which the axis has a piece: the columns of a path are these dims.
     sides, side = _sides(axis, cut), 0
     costs = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
@@ -296,8 +310,8 @@ def _costs(
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
     """Returns the shares of a path's steps that go from coordinate i to j: [paths, sides, i, j].
 
-    A step that moves along another side goes from i to i. With the links between i and j, these
-    shares give the mean number of links of a hop. All sides are padded to the longest.
+    A step that moves along another side goes from i to i. The sum of these shares, times the links
+    between i and j, is the mean number of links of a hop. All sides are padded to the longest.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -311,13 +325,15 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns closed paths through all points of a box, each of shape [points, sides].
+    """Returns paths through all points of a box, each an array [points, sides].
 
-    The ring goes from the last point of a path back to the first.
+    The ring of an axis follows a path, and goes from its last point back to the first. For each
+    order of the sides there are one or two paths.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
         ordered_sides = [sides[k] for k in order]
+        # Line by line, each step to a neighbour; the way back to the first point may be long.
         paths_in_order = [_snake(ordered_sides)]
         if len(ordered_sides) == 1 and sides[0] > 2:
             # Out over every second point, and back over the other points: no hop is longer than 2.

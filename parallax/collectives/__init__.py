@@ -82,7 +82,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Returns the file or the object of this name, and imports its file if this is the first use.
 
-    `_FILES` are the names that are files of this package. `_FILE_OF` has the file of an object.
+    `_FILES` are the names that are files of this package. `_FILE_OF` has the file of an object; an
+    object that is not in it is in the file `tables`.
     """
     if name not in __all__:
         raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
@@ -92,4 +93,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Returns the names for `dir`, with those whose file is not imported yet."""
     return sorted([*globals(), *__all__])

@@ -1,4 +1,8 @@
-"""An all-to-all whose blocks go straight to their devices, hop by hop."""
+"""An all-to-all whose blocks go straight to their devices, hop by hop.
+
+A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends the blocks of
+the devices that are `offsets` places after it to the device that is `step` places after it.
+"""
 
 from typing import TypeVar
 
@@ -26,15 +30,19 @@ Tree = TypeVar("Tree", bound=PyTree)
 def straight(n: int) -> Route:
     """Returns the table in which each block goes straight to its device, in one message.
 
-    Each hop is another permutation, so it cannot be a loop, and its program grows with n.
+    Each hop goes another distance, so the hops cannot be a loop, and the program grows with n.
     """
-    # {k: [k]} sends, over k devices, the block of the device that is k places further on. Each hop
-    # is a round of its own: one round of all hops would need n - 1 links at a time.
+    # {k: [k]} sends the block of the device that is k places further on straight there. Each hop is
+    # a round of its own: one round of all hops would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of `all_to_all`, for `cost`: a message has 1/n of the `size` numbers."""
+    """Returns the rounds of messages of `all_to_all`, by which `cost` computes its price.
+
+    A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
+    number. `devices(n)` is n, or the product if n has the devices on each of several axes.
+    """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
 
@@ -46,8 +54,8 @@ def all_to_all(
 
     The twin of `lax.all_to_all`.
 
-    In hop k each device sends the block of device i + k straight there. Its transpose is the
-    `all_to_all` back.
+    In hop k device i sends the block of device i + k straight to that device. The transpose is the
+    `all_to_all` that sends the blocks back.
 
     Args:
         x: arrays whose dim `split_axis` has size n, or, `tiled`, a multiple of n.
@@ -64,8 +72,9 @@ def all_to_all(
     def leaf(x):
         """Returns one array after the exchange.
 
-        Its transpose is stated, so that JAX does not derive one hop by hop.
+        `linear_collective` states the transpose, so that JAX does not derive one hop by hop.
         """
+        # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)
         split = drop_in.dim_of("split_axis", split_axis, x.ndim)
         concat = drop_in.dim_of("concat_axis", concat_axis, x.ndim)
@@ -101,7 +110,7 @@ def _exchange(blocks, axis_name):
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
-            # The sender is the device that has this one at `offset`: `-offset` away from here.
+            # The sender is the device that has this one at `offset`: it is at `-offset` from here.
             source = route.device_at(me, route.offset_after(route.home, offset))
             received = lax.dynamic_update_index_in_dim(received, message, source, 0)
     return received

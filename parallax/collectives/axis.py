@@ -6,6 +6,9 @@
 An algorithm is a value with functions like `lax`'s: `ring.all_reduce(x, "data")` is a
 drop-in for `lax.psum(x, "data")`. Called with a name, it gives an `Axis`, which has the same
 functions without the name.
+
+Notation: `A[I_X]` is split along dim I over the devices of axis X, one block on each. `A {U_X}` is
+a sum over axis X that is not taken yet: each device has one term.
 """
 
 import functools
@@ -27,7 +30,7 @@ Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options) of a tre
 
 
 def _no_table(*sizes: int) -> NoReturn:
-    """Raises `ValueError`: the `table` of an algorithm that has none."""
+    """Raises `ValueError`. It is the `table` of an algorithm that has no table of messages."""
     raise ValueError(
         "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
     )
@@ -77,7 +80,10 @@ class Algorithm:
 
 
 def refused(algorithm: str, collective: str, instead: str) -> Callable[..., NoReturn]:
-    """Returns a function that raises `ValueError`: `algorithm` has no such collective."""
+    """Returns a function that raises `ValueError`: `algorithm` has no such collective.
+
+    The arguments are names for the message; `instead` is what to use.
+    """
 
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
         raise ValueError(
@@ -138,7 +144,7 @@ class Axis:
         return _in_order([Axis.of(part) for part in axis])
 
     def over(self, names: AxisName) -> "Axis":
-        """Returns this algorithm along those of `names` that this axis has, in `names`' order."""
+        """Returns this algorithm along those `names` that this axis has, ordered as in `names`."""
         return Axis(tuple(name for name in axes(names) if name in axes(self.names)), self.algorithm)
 
     def size(self) -> int:
@@ -200,9 +206,9 @@ def combined_axis(*parts: AxisLike) -> Axis:
     without any name, the result is the axis of one device, `Axis(())`.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
-    # One collective over a product of axes needs fewer messages than one for each axis.
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
+    # One collective over a product of axes needs fewer messages than one for each axis.
     names = tuple(name for axis in named for name in axes(axis.names))
     return Axis(names, named[0].algorithm if named else xla)
 
@@ -210,8 +216,9 @@ def combined_axis(*parts: AxisLike) -> Axis:
 def _in_order(parts: list[Axis]) -> Axis:
     """Returns an axis whose collectives work along one part after the other, as `Axis.of` states.
 
-    A collective gets all the parts' axes or some, in `axis_name`. `_groups` first joins
-    neighbouring axes that have the same algorithm: the groups then work one after the other.
+    The `axis_name` passed to a collective may name all axes of the parts, or only some of them.
+    `_groups` joins neighbouring axes that have the same algorithm. Then the groups work one after
+    the other.
     """
 
     def all_reduce(x, axis_name):
@@ -245,6 +252,7 @@ def _in_order(parts: list[Axis]) -> Axis:
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""
+            # Untiled, the result has one dim more than `x`, and a negative `axis` counts it too.
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.

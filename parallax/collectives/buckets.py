@@ -63,8 +63,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
         for bucket in assign_buckets(leaves, nbytes):
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:
-                # On a CPU a bucket waits for the last one (`done`), so that at most one packed copy
-                # is in memory at a time.
+                # On a CPU a bucket waits for `done`, the reduced leaves of the bucket before it, so
+                # that at most one packed copy is in memory at a time.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             # `parts` has one array by now: the packed bucket, or its only leaf.
             (total,) = algorithm.all_reduce(parts, axis_name)
@@ -78,10 +78,11 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
 
 def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
-    """Returns the indices of the leaves in each bucket of at most `nbytes`, or of one leaf.
+    """Returns the buckets, each a list of the indices of its leaves.
 
-    Leaves share a bucket if they have one dtype and vary along the same axes. A leaf that is
-    unreduced or reduced along an axis is alone: JAX does not join such arrays.
+    A bucket has one leaf, or several of at most `nbytes` together. Leaves share a bucket if they
+    have one dtype and vary along the same axes. A leaf that is unreduced or reduced along an axis
+    is alone: JAX does not join such arrays.
     """
     # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
     buckets, open_buckets = [], {}
@@ -105,9 +106,11 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
 def _packed(leaves, axis_name):
     """Returns the leaves joined into one vector, padded to a multiple of the devices.
 
-    Without the padding a ring would pad the vector itself, and so copy it a second time.
+    All have one dtype and vary along the same axes. Without the padding a ring would pad the vector
+    itself, and so copy it a second time.
     """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
+    # Typed as the leaves are: JAX joins only arrays that vary along the same axes.
     padding = varying(jnp.zeros(missing, leaves[0].dtype), varying_axes(leaves[0]))
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), padding])
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-Sizes = int | tuple[int, ...]  # devices on the axis, or on each of several
+Sizes = int | tuple[int, ...]  # the number of devices on the axis, or on each of several axes
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -62,8 +62,8 @@ def priced(
     """Returns a decorator that gives a function its rounds, which `of` reads, and a name.
 
     Args:
-        rounds: computes the rounds for an array of `size` numbers, `(size, n, itemsize,
-            **options)`.
+        rounds: `(size, n, itemsize, **options)` computes the rounds for an array of `size` numbers
+            of `itemsize` bytes on n devices.
         name: the name in messages, such as "ring.all_reduce"; the function's own by default.
     """
 
@@ -129,7 +129,7 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
             options.
         nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
             of the product.
-        n: the devices on the axis, or on each of several axes.
+        n: the number of devices on the axis, or on each of several axes.
         itemsize: the bytes of a number. An array whose size does not divide is padded by whole
             numbers.
 
@@ -202,7 +202,7 @@ def describe(collective: Callable[..., Any]) -> str:
 
 
 def total(rounds: Iterable[Round]) -> Cost:
-    """Returns the cost of the rounds, one after another."""
+    """Returns the cost of the rounds, one after another, each with one message or more."""
     cost = np.zeros(len(Cost._fields), object)  # of Python's integers, which do not overflow
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
@@ -234,5 +234,5 @@ def seconds(cost: Cost, link: Link) -> float:
 
 
 def devices(n: Sizes) -> int:
-    """Returns the number of devices on all axes."""
+    """Returns the number of devices on all axes together."""
     return math.prod(n) if isinstance(n, tuple) else n

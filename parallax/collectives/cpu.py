@@ -34,6 +34,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
+    # `_selected` reads a number of each array that is waited for; an empty array has none.
     arrays = [leaf for leaf in jax.tree.leaves(after) if _can_wait(leaf) and leaf.size]
     if not arrays or not waiting:
         return x
@@ -47,6 +48,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 def _can_wait(leaf) -> bool:
     """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    # Random keys have an extended dtype.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return not reduction_state(leaf)
@@ -63,11 +65,13 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     # expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
-    # Its type must not vary along an axis: the selected leaves would vary along it too.
+    # `replicated` declares it the same on all devices: the selected leaves would otherwise vary
+    # along its axes too.
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that XLA takes for another than the leaf, or it would drop `where`."""
+        """Returns a value that XLA takes for another than `leaf`: it drops a `where` of equals."""
+        # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros((), leaf.dtype) if is_number else ~leaf
 
@@ -84,11 +88,11 @@ def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 
 def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x` after a no-op loop, which keeps XLA from fusing its last write with a later use.
+    """Returns `x` after a loop that keeps XLA from fusing the last write of `x` with a later use.
 
-    The loop writes one number of `x` again.
+    The loop only writes the first number of `x` again.
     """
-    if not x.size:
+    if not x.size:  # no number to write
         return x
     start = (0,) * x.ndim
     number = lax.slice(x, start, (1,) * x.ndim)

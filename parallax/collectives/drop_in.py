@@ -1,6 +1,9 @@
 """Drop-in replacements for `lax`'s collectives, from a reduce-scatter and an all-gather of slices.
 
 This file adds the dims, options, replication types and errors of `lax`'s functions.
+
+As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
+along a dim. Without `tiled` a scatter drops a dim of size n, and a gather adds one.
 """
 
 from collections.abc import Callable
@@ -40,6 +43,7 @@ def reduce_scatter_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, scatter_dimension: int, tiled: bool
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, by `slices.scatter`; transpose: `slices.gather`."""
+    # Booleans are counted. Random keys, and types that `lax` refuses, raise an error here.
     x = check_summand("reduce_scatter", summable(x), axis_name)
     if not axes(axis_name):  # without an axis, `lax` drops no dim even if not tiled
         return x
@@ -151,9 +155,9 @@ def is_key(x: Shaped[Array, "..."]) -> bool:
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:
-    """Returns `dim`, the argument `name`, counted from the front.
+    """Returns `dim` counted from the front: it may be negative, as in `lax`.
 
-    Raises `ValueError` if an array of this `rank` has no such dim.
+    Raises `ValueError`, with the argument's `name`, if an array of this `rank` has no such dim.
     """
     if not rank:
         raise ValueError(

@@ -3,10 +3,10 @@
 Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
 gather: blocks travel from their devices. Each table carries its own share of the array.
 
-An *offset* is a place relative to this device: `route.device_at(me, offset)` is the device there.
-A block is named by its table and by the offset of the device that owns it. A round of a `Route` is
-{step: offsets}; `offset_after(o, step)` is offset o after a hop of `step`, and `pairs(step)` are
-the hop's (sender, receiver).
+An *offset* is a place relative to this device, which is at `route.home`, offset 0:
+`route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
+of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
+offset o after a hop of `step`, and `pairs(step)` are the hop's (sender, receiver).
 
 A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A
 long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
@@ -45,7 +45,7 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices, as a list of one share per table.
+    """Returns this device's block of the sum over all devices: a list of its shares, one per table.
 
     Args:
         routes: the tables, all with the same number of rounds.
@@ -56,11 +56,15 @@ def scatter(
         unrolled: the most hops of a chain that is not a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
-    # The partial sums of each table by offset. An absent one is only this device's term so far.
+    # The partial sums of each table by offset. If none is there, none has arrived: the partial sum
+    # is only this device's term.
     sums: list[dict[Point, Any]] = [{} for _ in routes]
 
     def take(table, offset):
-        """Returns the partial sum for the device at an offset, and removes it from `sums`."""
+        """Returns the partial sum for the device at an offset, and removes it from `sums`.
+
+        If none has arrived, that is this device's own term.
+        """
         if offset in sums[table]:
             return sums[table].pop(offset)
         return term(table, routes[table].device_at(me, offset))
@@ -71,6 +75,7 @@ def scatter(
             continue
         for number in chain:
             for table, offset, block in _arrivals(routes, number, take, axis_name, dim):
+                # `block` is the partial sum that arrived.
                 sums[table][offset] = block + take(table, offset)
     # The own block is not sent: its sum has the terms that arrived, or only this device's term.
     return [take(table, route.home) for table, route in enumerate(routes)]
@@ -117,7 +122,7 @@ def gather(
         for number in reversed(chain):
             arrivals = _arrivals(routes, number, copy, axis_name, dim, backwards=True)
             for table, offset, block in arrivals:
-                copies[table][offset] = block
+                copies[table][offset] = block  # a later round may send it on
                 result = write(result, table, routes[table].device_at(me, offset), block)
     return result
 
@@ -125,7 +130,8 @@ def gather(
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    In a chain each table sends on exactly the blocks that just arrived, or sends nothing.
+    In each round of a chain but the first, a table sends on exactly the blocks that just arrived,
+    or sends nothing in the whole chain. At any other round a new chain begins.
     """
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
@@ -137,7 +143,7 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 def _hands_on(route: Route, number: int) -> bool:
     """Returns whether a round sends on, by the same step, the blocks of the round before.
 
-    Each of the two rounds must have one step, or neither sends anything.
+    Each of the two rounds must have one step. Two rounds that send nothing count too.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -224,6 +230,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     last = _loop(length, hop, first)
     for table, step, offsets in messages:
         for offset, block in zip(offsets, _split(last[table], len(offsets), dim), strict=True):
+            # `hop` has added this device's term already.
             sums[table][routes[table].offset_after(offset, step, length)] = block
 
 
@@ -252,7 +259,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
-        """Returns the carry after one hop: the last messages, the stacks, and the result.
+        """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
 
         `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
         block for rounds after the loop, and are empty if there are none.
@@ -297,7 +304,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets of the first round) for each table that sends in a chain."""
+    """Returns (table, step, offsets of the chain's first round) for each table that sends in it."""
     messages = []
     for table, route in enumerate(routes):
         for step, offsets in route.rounds[chain.start].items():
@@ -321,7 +328,8 @@ def _joined(blocks, dim: int) -> list:
 
 
 def _split(message, count: int, dim: int) -> list:
-    """Returns the blocks of a message: the inverse of `_joined`."""
+    """Returns the `count` blocks of a message: the inverse of `_joined`."""
+    # With one array for each block, none were joined; otherwise there is one array.
     return message if len(message) == count else jnp.split(message[0], count, axis=dim)
 
 
@@ -340,7 +348,8 @@ def empty_like(
 ) -> Shaped[Array, "..."]:
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
-    The caller overwrites all of it: the contents, of `make(shape, dtype)`, do not matter.
+    The caller overwrites all of it, so its numbers do not matter. `make(shape, dtype)` makes the
+    array, unless the mesh has Explicit axes.
     """
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -381,6 +390,7 @@ def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> 
     results: list[jax.Array] = []
     for leaf in leaves:
         is_unrolled = axis_size(axis_name) <= UNROLLED
+        # `results[-1:]` has the result before; it is empty for the first leaf, which does not wait.
         operand = leaf if is_unrolled else cpu.sequence_after(leaf, results[-1:])
         results.append(function(operand))
     return jax.tree.unflatten(structure, results)

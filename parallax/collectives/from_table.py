@@ -73,10 +73,11 @@ def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algori
 
 
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
-    """Returns the algorithm that runs `tables_for(sizes)`; `sizes` are the devices on each axis.
+    """Returns the algorithm that runs `tables_for(sizes)`.
 
-    `maker` becomes the algorithm's `table`, for readers. The tables give no all-to-all: in them,
-    blocks are added or copied on their way.
+    `sizes` has the number of devices on each axis. `maker` becomes the attribute `table` of the
+    algorithm. The tables give no all-to-all, since they add or copy blocks on their way; so
+    `all_to_all` is an argument.
     """
 
     # Cached, since tables are checked when they are made, which takes long for many devices.
@@ -143,14 +144,15 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 def _prices(tables_of):
     """Returns three functions that `cost.priced` takes: for reduce-scatter, gather and all-reduce.
 
-    Each takes (numbers of the array, devices, bytes of a number) and returns the rounds.
+    Each takes (numbers of the array, devices, bytes of a number) and returns the rounds of
+    messages. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):
-        """Returns the rounds of messages for blocks of `block_size` numbers, with a share per
-        table.
+        """Returns the rounds of messages for blocks of `block_size` numbers.
 
-        `back` says whether the tables run backwards, as a gather, which adds nothing.
+        Each table carries a share of every block. `back` says whether the tables run backwards, as
+        a gather, which adds nothing.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))
@@ -227,14 +229,15 @@ def _unchanged(cotangent):
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns `lax.psum` of the tree `x`, computed leaf by leaf by `total(leaf, axis_name)`.
 
-    `total` must give the sum of a varying array with the same bits on every device. The transpose
-    is free: the result is the same everywhere, so its cotangent is too.
+    `total` must sum a varying array so that every device gets the same bits. The transpose is free:
+    the result is the same on all devices, so its cotangent is too.
     """
 
     def leaf(x):
         """Returns the sum of one array, computed by `total` and typed as invariant."""
+        # Booleans are counted. Random keys, and types that `lax` refuses, raise an error here.
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
-        if not axes(axis_name):  # one device: the sum is `x`
+        if not axes(axis_name):  # no axis, so one device: the sum is `x`
             return x
 
         def forward(x):

@@ -76,8 +76,8 @@ def _from_a_block_on(
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
-    For an array of a block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are that collective's.
+    For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
+    collective `exact`, so its rounds are those of `exact`.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -95,7 +95,7 @@ def _scatters(size, n, itemsize, block_size):
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
-    # The sums are in float32 or wider, whatever was sent.
+    # `straight(n)` sends each part straight to its device. The device adds in float32 or wider.
     return messages([straight(n)], nbytes, added=[part * max(itemsize, 4)])
 
 
@@ -261,6 +261,7 @@ class ErrorFeedback:
         def leaf(x, error):
             """Returns the sum of one leaf, and `[1, *dims]` of new errors."""
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
+            # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
 
         def exact(x, error):
@@ -355,13 +356,14 @@ def _all_reduce(x, axis_name, block_size):
 
 
 def _slices(block_size):
-    """Returns a reduce-scatter and an all-gather whose messages are all int8.
+    """Returns a reduce-scatter and an all-gather whose messages are all int8, for `drop_in`.
 
     Their rounding errors, the second results of `_reduce` and `_gather`, are not used.
     """
 
     def scattered(x, dim, axis_name):
         """Returns this device's slice, along `dim`, of the sum over devices."""
+        # [n, *block], with the slice for device j in row j; True: the dim is cut into n blocks.
         blocks = drop_in.split_blocks(x, dim, axis_name, True)
         total, _ = _reduce(_widened(blocks).reshape(blocks.shape[0], -1), axis_name, block_size)
         return total.reshape(blocks.shape[1:]).astype(x.dtype)
@@ -385,7 +387,7 @@ def _reduce(parts, axis_name, block_size):
     received = ring.all_to_all(sent, axis_name, 0, 0)
 
     def values(message):
-        """Returns the numbers of messages [n, bytes], and the exact numbers of the own part."""
+        """Returns the numbers [n, size] of messages [n, bytes]; in the own row, the exact ones."""
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
@@ -432,12 +434,15 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
 
 
 def _unzipped(pairs, x):
-    """Returns a tree like `x` of pairs as a pair of trees."""
+    """Returns two trees like `x`, from `pairs`, a tree like `x` with a pair for each leaf."""
     return jax.tree.transpose(jax.tree.structure(x), jax.tree.structure((0, 0)), pairs)
 
 
 def _with(x, error, axis_name):
-    """Returns the leaf `x` plus `error`, `[1, *dims]`, the rounding error of the last call."""
+    """Returns the leaf `x` plus its rounding error of the last call, `error` of [1, *dims].
+
+    The sum has the type of the error: float32 or wider, different on each device.
+    """
     if error.shape != (1, *x.shape):
         raise ValueError(
             f"quantized: the error of a leaf of shape {x.shape} must have the shape "
@@ -448,7 +453,10 @@ def _with(x, error, axis_name):
 
 
 def _blocks(x, block_size):
-    """Returns the last dim in blocks, padded with zeros: `[*lead, blocks, block_size]`."""
+    """Returns `x` with its last dim cut into blocks; the last block is padded with zeros.
+
+    The shapes are `[*lead, size] -> [*lead, blocks, block_size]`.
+    """
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block_size)]
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block_size)
 
@@ -472,7 +480,7 @@ def _finite(error):
 
 
 def _wide(dtype):
-    """Returns the dtype in which to sum: float32 or wider for floats."""
+    """Returns the dtype in which to sum: float32 or wider for floats, else `dtype` itself."""
     return types.accumulation_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

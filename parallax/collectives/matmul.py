@@ -47,7 +47,10 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Returns the table in which each block travels along the shorter side, the farthest first."""
+    """Returns the table of a scatter in which each block goes home by the shorter way round.
+
+    The farthest blocks start first. A gather runs the table backwards.
+    """
     # A round is {step: offsets}: the blocks of the devices `offsets` places further on go `step`
     # places on.
     rounds = []
@@ -58,7 +61,10 @@ def _from_both_sides(n: int) -> Route:
 
 
 def _gathered(size, n, itemsize):
-    """Returns, for `cost`, the rounds of `all_gather_matmul` for `size` numbers per device."""
+    """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
+
+    `size` is the number of numbers of one device's `x`, and `itemsize` the bytes of a number.
+    """
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -94,7 +100,11 @@ def all_gather_matmul(
 
 
 def _reduced(size, n, itemsize):
-    """Returns, for `cost`, the rounds of `matmul_reduce_scatter` of a product of `size` numbers."""
+    """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
+
+    `size` is the number of numbers of the product, and `itemsize` the bytes of a number.
+    """
+    # A message is one of n blocks of the product, rounded up; it is added to the receiver's.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 
@@ -145,6 +155,7 @@ def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X]."""
 
     def multiply(y, j, block):
+        """Returns the result `y` with the product of device j's block of `x` in its place."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -158,7 +169,11 @@ def _all_gather_matmul_forward(x, weight, axis_name, axis):
 
 
 def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
-    """Returns the gradients of `x` and of the weight."""
+    """Returns the gradients of `x` and of the weight.
+
+    The blocks of `x` are gathered again for the weight's gradient; the cotangent, times the
+    transposed weight, is reduce-scattered for the gradient of `x`.
+    """
     x, weight = residuals
     # Without the barrier XLA would reuse the forward pass's blocks of `x`, and so keep all of these
     # blocks between the two passes.
@@ -166,9 +181,10 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
 
     def add(total, j, block):
         """Returns the weight's gradient with the term of device j's rows, `block`."""
-        rows = _block(cotangent, j, axis, x.shape[axis])
+        rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)
 
+    # The n terms are added in float32 or wider.
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
     # The weight [D, *F_X] has one dim of inputs, D: it becomes [*F_X, D].
@@ -185,6 +201,8 @@ def _matmul_reduce_scatter(x, weight, axis_name, dim):
     n = axis_size(axis_name)
 
     def product(j):
+        """Returns this device's term of device j's block: its rows of `x` times the weight."""
+        # All dims of the weight [*F, D] but the last are summed over.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
     return _towards_their_owner(product, axis_name)
@@ -200,6 +218,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     One gather of the cotangent, whose dim `dim` is split over the devices, gives both.
     """
     x, weight = residuals
+    # `transposed` is [D, *F]; `batch` is the number of dims of `*batch`.
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
     def multiply_and_add(gradients, j, block):
@@ -227,6 +246,7 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
         return visit(carry, j, block)
 
     table = _from_both_sides(axis_size(axis_name))
+    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
     return gather([table], [x], write, carry, axis_name, unrolled=math.inf)
 
 
@@ -240,6 +260,7 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
         return product(j)
 
     table = _from_both_sides(axis_size(axis_name))
+    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
     (total,) = scatter([table], term, axis_name, unrolled=math.inf)
     return total
 
@@ -254,7 +275,10 @@ def _alike(x, weight, axis_name):
 
 
 def _outer(x, y, batch: int):
-    """Returns the outer product summed over the batch: `[*batch, D], [*batch, *F] -> [D, *F]`."""
+    """Returns the outer product summed over the batch: `[*batch, D], [*batch, *F] -> [D, *F]`.
+
+    `batch` is the number of batch dims. The result is in float32 or wider.
+    """
     dims = list(range(batch))
     kind = accumulation_dtype(x.dtype)
     return jnp.tensordot(x, y, axes=(dims, dims), preferred_element_type=kind)
@@ -271,7 +295,7 @@ def _block(x, j, dim: int, length: int):
 
 
 def _put(y, block, j, dim: int):
-    """Returns `y` with its block j along `dim` replaced."""
+    """Returns `y` with its block j along `dim` replaced by `block`."""
     return lax.dynamic_update_slice_in_dim(y, block, j * block.shape[dim], dim)
 
 
@@ -286,9 +310,9 @@ def _times(shape, dim: int, n: int):
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
-    """Raises `ValueError` if the dim is the last one, which the product sums over or makes."""
+    """Raises `ValueError` if `dim` is the last dim, which the product sums over or makes."""
     if dim == len(shape) - 1:
         raise ValueError(
-            f"{function}: {argument}={dim} is the last dim of shape {shape}, the one of the "
-            f"product. Use one of the dims {list(range(dim))} before it."
+            f"{function}: {argument}={dim} is the last dim of shape {shape}, which the product "
+            f"sums over or makes. Use one of the dims {list(range(dim))} before it."
         )

@@ -12,7 +12,10 @@ from parallax.collectives.types import AxisName, axes, axis_size
 
 
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
-    """Returns the only round of `send_next`, for `cost`."""
+    """Returns the only round of `send_next`, one message of all of the array, for `cost`.
+
+    `itemsize` is the bytes of a number. The price does not depend on `n`.
+    """
     return [Round(1, (Message(size * itemsize, (distance,)),))]
 
 
@@ -34,16 +37,17 @@ def send(
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and a list: the number in that order of device i.
+    """Returns the axes in the mesh's order, and the number of each device in that order.
 
-    Here i counts the devices in the order of `names`. `lax.ppermute` counts them in the mesh's
-    order, whatever the order of the names.
+    The list is indexed by the number of the device in the order of `names`. `lax.ppermute` numbers
+    the devices in the mesh's order, whatever the order of the names.
     """
     if len(names) < 2:
         return names, list(range(axis_size(names)))
     mesh_names = jax.sharding.get_abstract_mesh().axis_names
     ordered = tuple(sorted(names, key=mesh_names.index))
-    # The devices by their numbers along `names`, listed in the mesh's order, then inverted.
+    # The devices, numbered in the order of `names`, are listed in the mesh's order. The argsort
+    # inverts that list.
     devices = np.arange(axis_size(names)).reshape([lax.axis_size(name) for name in names])
     in_mesh_order = devices.transpose([names.index(name) for name in ordered]).reshape(-1)
     return ordered, np.argsort(in_mesh_order).tolist()

@@ -32,9 +32,9 @@ Tree = TypeVar("Tree", bound=PyTree)
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
     """Returns the pairs (sender, receiver) of each hop.
 
-    In hop k a device exchanges sums with the device whose number differs in bit k. Unless n is a
-    power of two p, there are two more hops. In the first, the devices from p on send their terms to
-    the first devices; in the last, they receive the result.
+    In hop k each of the first p devices exchanges sums with the device whose number differs in bit
+    k. Unless n = p, there are two more hops. In the first hop, the devices from p on send their
+    terms to the first devices; in the last, they receive the result.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
@@ -50,6 +50,7 @@ def _messages(size, n, itemsize):
     for number, pairs in enumerate(hops):
         # The last hop of a folded exchange hands out the result, and adds nothing.
         adds = not (is_folded and number == len(hops) - 1)
+        # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)
         rounds.append(Round(1, (Message(nbytes, step),), nbytes * adds))
     return rounds
@@ -63,8 +64,8 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     same two numbers, and a + b equals b + a to the last bit, so all devices end with the same bits.
     Unless n is a power of two, there are 2 more hops. The n - p last devices first send their terms
     to the front, and receive the result at the end. (Without this first step, as in `halving`,
-    there is one hop less, but each device adds in its own order.) The transpose is free. There is
-    no `Route`: a sum that both devices keep and send is counted more than once.
+    there is one hop less, but each device adds in its own order.) The transpose is free. No `Route`
+    describes this: a route sends each block away once, and here both devices keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 

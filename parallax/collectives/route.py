@@ -102,7 +102,10 @@ class Route:
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number of the device at a point; a point outside the box wraps around."""
+        """Returns the number, in row-major order, of the device at a point of the box.
+
+        A point outside the box wraps around.
+        """
         number = 0
         for place, length in zip(point, self.shape, strict=True):
             number = number * length + place % length
@@ -137,9 +140,9 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns, for each round in the order of running, the longest chain of messages up to it.
+        """Returns, for each round as they run, the length of the longest chain of messages so far.
 
-        In a chain, each message waits for the one before.
+        In a chain, each message waits for the one before. `back`: the rounds run backwards.
         """
         return self._hops[back]  # `back` is False or True: index 0 or 1
 
@@ -153,11 +156,15 @@ Tables = Route | tuple[Route, ...]  # several run side by side, each with its sh
 
 
 def _point(place: Any) -> Point:
+    """Returns a step or an offset as a point; a plain number is a point of a box of one dim."""
     return (place,) if isinstance(place, int) else tuple(place)
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns, for each round, the length of the longest chain of dependent messages up to it."""
+    """Returns, for each round as they run, the length of the longest chain of messages so far.
+
+    In a chain, each message waits for the one before. `back`: the rounds run backwards.
+    """
     # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}
     longest = [0]
@@ -197,6 +204,7 @@ def _check(route: Route) -> None:
                 _check_sendable(route, o, r, sent)
                 sent[o] = r
                 arrivals[o] = route.offset_after(o, step)
+        # `sent` has this round's blocks too: a message leaves before another of its round arrives.
         for o, arrival in arrivals.items():
             if arrival in sent:
                 raise ValueError(
@@ -280,7 +288,7 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
         return tuple(map(int, words.split()))
 
     try:
-        # The first line is "box", the shape, the number of rounds; the second has the titles.
+        # The first line has "box", the shape and the number of rounds; the second has the titles.
         (_, shape, count), _, *blocks = lines
         rounds: list[dict[Point, list[Point]]] = [{} for _ in range(int(count))]
         for r, step, offset in blocks:

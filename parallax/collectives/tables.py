@@ -43,7 +43,8 @@ from parallax.collectives.route import Point, Route
 def ring(n: int) -> Route:
     """In each round a device sends one block to its right neighbour.
 
-    The table is a chain, so its program does not grow with n.
+    After the first round this is the block that just arrived. Such rounds run as a loop if n is
+    large, so the program does not grow with n.
     """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
@@ -61,8 +62,8 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps the nearest 1/`by` of its blocks, and sends the others.
 
-    The sent blocks leave in `by` - 1 messages, and each lands on an offset that is kept. With by=2
-    no table of one message per round has fewer rounds, for any n.
+    The sent blocks leave in at most `by` - 1 messages, and each lands on an offset that is kept.
+    With by=2 no table of one message per round has fewer rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -105,8 +106,8 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     """Returns a ring inside each machine of `g` devices, then the algorithm `between` machines.
 
     n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
-    per device would leave it. With `halving` between many machines there are few rounds. Its
-    functions raise `ValueError` unless g divides n.
+    per device, on average, would leave it. With `halving` between many machines there are few
+    rounds. Its functions raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
@@ -153,18 +154,22 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
-        # A step moves along box k only, so its other parts are 0.
+        # A step moves along box k only.
         homes = [[route.home] for route in routes]
         # A message carries all blocks that differ only along the boxes of routes that run later.
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():
                 blocks = [point for o in offsets for point in _points_at(spans, k, o)]
+                # With `homes` there is one such point: the step, with 0 along all other boxes.
                 messages[_points_at(homes, k, step)[0]] = blocks
             rounds.append(messages)
     return Route(sum((route.shape for route in routes), ()), rounds)
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns the points of the product of `spans` whose k-th part is `point`."""
+    """Returns the points of the product of `spans` whose k-th part is `point`.
+
+    `spans` has the points of each box; a point of the product is one point of each, joined.
+    """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -22,7 +22,8 @@ from parallax.collectives.route import Point
 def all_reduce_array(x, routes, axis_name):
     """Returns the sum over devices of `x`, the same bits on every device.
 
-    `x` is cut into n blocks, along one of its dims or as a vector. One device alone sums a block.
+    `x` is cut into n blocks, along one of its dims or as a vector. Each block is summed on one
+    device and then sent to all, so all have the same bits.
     """
     n, parts = routes[0].n, len(routes)
     # The first dim that fits: slices along an outer dim are contiguous in memory.
@@ -68,6 +69,7 @@ def all_gather_array(x, dim: int, routes, axis_name):
 def shares_of(length: int, parts: int) -> list[tuple[int, int]]:
     """Returns (start, length) of each part of a dim; the first parts may be longer by one."""
     lengths = [length // parts + (part < length % parts) for part in range(parts)]
+    # `accumulate` yields one start more, the end of the last part, which `zip` leaves out.
     return list(zip(itertools.accumulate(lengths, initial=0), lengths, strict=False))
 
 
@@ -79,7 +81,8 @@ def _all_reduce_slices(x, dim: int, routes, axis_name):
 
 
 def _scatter_slices(x, dim: int, routes, axis_name) -> list:
-    """Returns this device's slice, along `dim`, of the sum over devices: one share per route."""
+    """Returns this device's slice, along `dim`, of the sum over devices: a list of one share per
+    route."""
     length = x.shape[dim] // routes[0].n
     shares = shares_of(length, len(routes))
 
@@ -110,9 +113,11 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
 
 
 def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
-    """Returns whether n slices along `dim` are whole tiles of 8 x 128 (in the last two dims)."""
-    # The last dim must divide by 128, the one before it by 8, and earlier dims by 1. A vector has
-    # no such tiles.
+    """Returns whether n equal slices along `dim` are whole tiles of 8 x 128, in the last two dims.
+
+    A vector has no such tiles, so the result is False.
+    """
+    # A slice must be a multiple of 128 along the last dim, and of 8 along the dim before it.
     unit = {1: 128, 2: 8}.get(len(shape) - dim, 1)
     return len(shape) > 1 and shape[dim] % (n * unit) == 0
 
@@ -120,7 +125,8 @@ def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
 def _in_rows(flat, size: int, blocks: int):
     """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
 
-    The rows must divide into `blocks` equal blocks.
+    `size` is that of the whole array, of which `flat` may be one device's block. Rows must divide
+    into `blocks` equal blocks; otherwise it raises `ValueError`.
     """
     if size < 2**31:
         return flat

@@ -44,10 +44,10 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
     XLA's own `lax.psum` is not among them, since no formula predicts its time.
 
     Args:
-        n: the devices on the axis, or a tuple with the devices on each of several axes.
+        n: the number of devices on the axis, or a tuple with the number on each of several axes.
     """
     algorithms = [ring, two_rings, halving, doubling]
-    # These have tables by axis, so they need several.
+    # These have tables by axis, so they need several axes; `hierarchical` is tried for two only.
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
     if isinstance(n, tuple) and len(n) == 2:
@@ -63,11 +63,11 @@ def fastest(
     among: Sequence[Callable[..., Any]] | None = None,
     itemsize: int = 4,
 ) -> Callable[..., Any]:
-    """Returns the all-reduce with the fewest seconds by its table and the link.
+    """Returns the all-reduce that takes the fewest seconds, by the formulas of `cost`.
 
     Args:
         nbytes: the bytes of the array on each device.
-        n: the devices on the axis, or on each of several.
+        n: the number of devices on the axis, or on each of several axes.
         link: the link of that axis.
         among: the functions to choose from; `exact(n)` by default. If two are equally fast, the
             first is taken.
@@ -97,8 +97,8 @@ def fit(
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
         axis_name: the axis, or several, which then form one ring.
-        sizes: the bytes per device.
-        rounds: the number of measurements of each; the median counts.
+        sizes: the bytes per device of the arrays that are measured.
+        rounds: how often each measurement is repeated; the median counts.
     """
     n = _size(mesh, axis_name)
     calls, costs = [], []
@@ -121,7 +121,7 @@ def fit(
 def _call(
     f: Callable[..., Any], count: int, axis_name: AxisName, options: dict[str, Any], x: Array
 ) -> Array:
-    """Returns `f` of the first `count` numbers of `x`."""
+    """Returns `f` of the first `count` numbers of the vector `x`, along `axis_name`."""
     return f(x[:count], axis_name, **options)
 
 
@@ -133,6 +133,7 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     squares (Weiszfeld's iteration), for every choice of the terms that are not 0.
     """
     best, link = math.inf, Link(0.0, 0.0)
+    # Both kinds of link are tried: one port for all messages of a round, or a port for each.
     for one_port, count in itertools.product((False, True), range(1, 5)):
         factors = np.array([cost.terms(price, one_port) for price in costs])
         relative = factors / np.asarray(measured)[:, None]
@@ -142,6 +143,7 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
         # The four terms are those of alpha, beta, gamma and start; `count` of them are not 0.
         for terms in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
+            # `relative` times the rates is the predicted time, divided by the measured one.
             rates[terms] = _least_absolute(relative[:, terms] / scale[terms]) / scale[terms]
             differences = np.abs(relative @ rates - 1)
             if rates.min() >= 0 and differences.sum() < best:
@@ -152,7 +154,7 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
 
 def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """Returns the x with the least sum of |terms x - 1|, by Weiszfeld's iteration."""
+    """Returns the vector x with the least sum of |terms @ x - 1|, by Weiszfeld's iteration."""
     weights = np.ones(len(terms))
     for _ in range(30):
         x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
@@ -176,8 +178,8 @@ class Choice(NamedTuple):
     def fastest(self, nbytes: int) -> Callable[..., Any]:
         """Returns the function that is expected to be the fastest for `nbytes`.
 
-        Between two sizes of the race, the logarithm of the time is interpolated. Below the smallest
-        and above the largest size, the time at that size counts.
+        Between two sizes of the race, the logarithm of the time is interpolated over the logarithm
+        of the size. Below the smallest and above the largest size, the time at that size counts.
         """
         log_nbytes = math.log(max(nbytes, 1))
         log_sizes = [math.log(size) for size in self.sizes]
@@ -188,19 +190,21 @@ class Choice(NamedTuple):
         return min(self.times, key=log_seconds)
 
     def crossings(self) -> tuple[int, ...]:
-        """Returns a size between each two neighbouring sizes with different winners.
+        """Returns a size between each two neighbouring sizes of the race with different winners.
 
-        It is their geometric mean, rounded down to whole float32 numbers.
+        It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
+        size again, it is left out.
         """
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
         halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
-        # Between neighbouring float32 sizes there is no other size, and the mean is the smaller.
+        # If no multiple of 4 bytes lies between two sizes, the mean is the smaller one.
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """Returns the choice with the seconds `measured` at more sizes.
+        """Returns this choice with the seconds `measured` at more `sizes`, in rising order of
+        sizes.
 
         `measured` lists the seconds of the first function at each size, then the seconds of the
         next.
@@ -227,8 +231,8 @@ def auto(
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
     second at one of the sizes, and `lax.psum`, which has no formula. Twice it adds the sizes of
     `Choice.crossings`, and measures there too. The choice depends on the bytes of each leaf and is
-    made at trace time, so it costs nothing in the step. Other axes, and the other collectives, use
-    `jax.lax`.
+    made at trace time, so it costs nothing in the step. Along axes that were not raced, and for the
+    other collectives, the algorithm uses `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -246,7 +250,7 @@ def auto(
         rivals = exact(n) if among is None else among
         raced = [lax.psum, *_worth_a_race(rivals, sizes, n, fitted)]
         choice = Choice((), {f: [] for f in raced})
-        more = tuple(sizes)
+        more = tuple(sizes)  # the sizes to measure next
         for _ in range(1 + REFINED):
             if more:
                 calls = [(_all_reduce_call(f, axis_name), size) for f in raced for size in more]
@@ -291,8 +295,10 @@ def _predicted(
 def _worth_a_race(
     rivals: Sequence[Callable[..., Any]], sizes: Sequence[int], n: Sizes, link: Link
 ) -> list[Callable[..., Any]]:
-    """Returns the functions that are predicted to be the fastest at a size, then the second
-    fastest."""
+    """Returns the functions that are predicted to be the fastest or second fastest at some size.
+
+    All fastest ones come first.
+    """
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
     # Slices, not items, since a single rival has no second.
@@ -305,7 +311,7 @@ def measure(
 ) -> list[float]:
     """Returns the median seconds of each call.
 
-    A call is a function of local blocks, and the bytes of its float32 array on each device. The
+    A call is a pair: a function of a device's float32 vector, and the bytes of that vector. The
     calls take turns, so that a machine that becomes slower slows all calls. Each time is the time
     of the slowest process.
     """
@@ -366,13 +372,14 @@ def _report(
     ]
     for f, times in choice.times.items():
         # No formula predicts `lax.psum`.
-        model = predicted.get(f, [None] * len(times))
+        predictions = predicted.get(f, [None] * len(times))
         cells = []
-        for size, measured, modelled in zip(choice.sizes, times, model, strict=True):
-            prediction = "" if modelled is None else f" ({1e3 * modelled:.3g})"
+        for size, measured, seconds in zip(choice.sizes, times, predictions, strict=True):
+            prediction = "" if seconds is None else f" ({1e3 * seconds:.3g})"
             cells.append(f"{_bytes(size)} {1e3 * measured:.3g}{prediction}")
         lines.append(f"  {describe(f)}: {', '.join(cells)}")
-    # The choice at each power of two from 4 B to 1 GB, where it changes.
+    # The powers of two from 4 B to 1 GB, in runs with the same choice: each run is named with its
+    # smallest size, and the first without.
     chosen = []
     for f, sizes in itertools.groupby([2**k for k in range(2, 31)], key=choice.fastest):
         smallest = f" from {_bytes(next(sizes))}" if chosen else ""
@@ -382,18 +389,18 @@ def _report(
 
 
 def _bytes(count: int) -> str:
-    """Returns a number of bytes as text, such as `64 kB`."""
+    """Returns a number of bytes as text, such as `64 kB` for 64 * 1024."""
     power = min(max(count.bit_length() - 1, 0) // 10, 3)
     return f"{count / 1024**power:.4g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
-    """Returns the devices on the axis, or on each of several axes."""
+    """Returns the number of devices on the axis, or a tuple with that of each of several axes."""
     if isinstance(axis_name, tuple):
         return tuple(mesh.shape[name] for name in axis_name)
     return mesh.shape[axis_name]
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:
-    """Returns the devices on all axes together."""
+    """Returns the number of devices on all axes together."""
     return math.prod(mesh.shape[name] for name in axes(axis_name))

@@ -82,7 +82,8 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
-        # `lax.pcast` refuses an axis along which the value varies already.
+        # `lax.pcast` refuses an axis along which the value varies already. `_check_bound` refuses
+        # one that the code does not run over.
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
         _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x
@@ -112,8 +113,9 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
 def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
     """Returns `x` declared as `states` says, for free and without a check.
 
-    `states` maps an axis to "varying", "invarying", "unreduced" or "reduced". As with `replicated`,
-    the declaration must be true, and there is no derivative: use it inside `linear`.
+    `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
+    other axes the type stays. As with `replicated`, the declaration must be true, and there is no
+    derivative: use it inside `linear`.
     """
     # All axes become varying first: `lax.pcast` has no direct way between the other states.
     for axis, state in reduction_state(x).items():
@@ -122,7 +124,8 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
         elif axis in states:
             x = lax.pcast(x, axis, to="varying")
     x = varying(x, tuple(states))
-    # A reduced value is the same on all devices, so it is made invariant before the last cast.
+    # `lax.pcast` makes a value reduced only from an invariant one, and unreduced from a varying
+    # one.
     same = tuple(axis for axis, state in states.items() if state in ("invarying", "reduced"))
     x = replicated(x, same) if same else x
     for axis, state in states.items():
@@ -156,7 +159,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _check_bound(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` for an axis that the code does not run over.
+    """Raises `ValueError` for an axis that this code does not run over, such as a misspelt one.
 
     Inside a map JAX would fail there without a message.
     """
@@ -288,18 +291,19 @@ def _linear_impl(x, *, forward, backward, name):
 
 def _linear_type(x, *, forward, backward, name):
     """Returns the abstract type of `forward(x)`."""
-    # `forward` is traced, since the replication type of its result follows from its operations.
+    # `forward` is traced: the shape, dtype and replication type of its result follow from its
+    # operations.
     return jax.make_jaxpr(forward)(x).out_avals[0]
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns the cotangent of `x`: `backward` of `cotangent`, linear with transpose `forward`."""
+    """Returns [the cotangent of `x`]: `backward(cotangent)`, whose own transpose is `forward`."""
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
 def _batched(arguments, dims, *, forward, backward, name):
-    """Returns the result under `vmap`, with the batch in its first dim."""
+    """Returns the result under `vmap`, and its batch dim, 0. `x` has its batch dim at `dims[0]`."""
     (x,), (dim,) = arguments, dims
     # The result has its batch dim in front, and so has its cotangent. The operand's cotangent must
     # have its batch dim at `dim`, as the operand has.
@@ -364,6 +368,7 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
             `lax` refuses those too.
     """
     states = _states_along(x, axis_name)
+    # The sum of a value that is unreduced along all axes is the sum of its terms.
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
         return x
     if "unreduced" in states.values():
@@ -394,7 +399,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
-    """Returns the `reduction_state` of `x` along these axes only."""
+    """Returns the `reduction_state` of `x`, unreduced or reduced, along these axes only."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 
