@@ -2,8 +2,8 @@
 
 A router sends each token to k of E experts. Each device of the axis, which splits the batch too,
 has some of the experts. So tokens travel to their experts and results back, by a gather and a
-scatter or by an all-to-all (`dispatch`). By default no choice of a token is dropped. Dropped
-choices are counted.
+scatter or by an all-to-all (`dispatch`). A *choice* is a token and one of its experts. By default
+no choice is dropped. Dropped choices are counted.
 """
 
 from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged

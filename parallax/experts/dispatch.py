@@ -2,7 +2,8 @@
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
-choices of an expert or device.
+choices of an expert or device. `compute(x, source, ids, weights)` runs this device's experts: pair
+i sends row `source[i]` of x to expert `ids[i]`, and the number E/n (`local_experts`) is no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
@@ -26,7 +27,7 @@ from parallax.collectives import Axis
 from parallax.collectives.axis import xla
 from parallax.collectives.types import axes, varying, varying_axes
 
-# `ExpertCompute` with this device's experts: a function of (x, source, ids, weights)
+# `ExpertCompute` with this device's experts: (x, source, ids, weights) -> each row's weighted sum
 LocalExperts = Callable[[Array, Array, Array, Array], Array]
 
 
@@ -64,7 +65,8 @@ class Dispatch(Protocol):
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns each token's sum of weight times result, and the number of dropped choices.
 
-        Device i of the axis holds the experts from i * local_experts on.
+        Device i of the axis holds the experts from i * local_experts to before
+        (i + 1) * local_experts.
         """
         ...
 
@@ -100,13 +102,14 @@ class Gathered:
         The arguments are as in `Dispatch`.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
-        # The token of each of its k choices: 0, 0, ..., 1, 1, ...
+        # Each choice's token, which is its row of x: k times 0, k times 1, ...
         source = jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), ids.shape[1])
         # Experts are numbered from this device's first one on.
         number = ids.reshape(-1) - axis.index() * local_experts
-        # The number `local_experts` means no expert here: `compute` skips these pairs.
+        # The number `local_experts` means no expert on this device: `compute` skips these pairs.
         is_local = (number >= 0) & (number < local_experts)
         y = compute(x, source, jnp.where(is_local, number, local_experts), weights.reshape(-1))
+        # y is [n T, D]: the terms of this device's experts, for the tokens of all devices.
         return axis.reduce_scatter(y, scatter_dimension=0, tiled=True), jnp.zeros((), jnp.int32)
 
     def sent(
@@ -127,8 +130,8 @@ gathered = Gathered()
 class exchanged:
     """Sends each token to its experts' devices by an all-to-all of C rows to each, and back.
 
-    C is `capacity` times the mean, k T / n, rounded up. With `math.inf` it is the largest possible
-    number, and nothing is dropped. If more than C choices want one device, first choices have
+    C is `capacity` times the mean, k T / n, rounded up. With `math.inf`, C is the largest possible
+    load, and nothing is dropped. If more than C choices want one device, first choices have
     priority over second choices, and then earlier tokens over later ones. A dropped choice adds
     nothing to the layer's result: the token keeps its residual.
 
@@ -165,24 +168,31 @@ class exchanged:
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
-            """Returns one value per sent row: the value of its choice, or `fill` if it is empty."""
+            """Returns one integer per sent row: the value of its choice; `fill` in empty rows."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
             """Returns the rows received from all devices, for n * room sent rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
-        # An empty row takes its token from out of range, which gives 0, and goes to no expert.
+        # An empty row takes the token len(x), which is out of range and gives 0, and the expert
+        # `local_experts`, which is none.
         rows = x.at[in_place(len(x), wanted.token)].get(mode="fill", fill_value=0)
         arrived = exchange(rows)
+        # A received row is one choice, so it has one expert. Its weight is 1 here: the weights,
+        # which are not sent, multiply the results on their return.
         source = jnp.arange(n * room, dtype=jnp.int32)
         experts = exchange(in_place(local_experts, wanted.expert))
         y = compute(arrived, source, experts, jnp.ones(n * room, weights.dtype))
+        # In the order of the choices; a dropped choice reads out of range and gets 0.
         y = exchange(y).at[place].get(mode="fill", fill_value=0)
         return _weighted_sum(y, weights), jnp.sum(wanted.rank >= room, dtype=jnp.int32)
 
     def room(self, tokens: int, k: int, local_experts: int, n: int) -> int:
-        """Returns C, the rows that a device sends to each device."""
+        """Returns C, the number of rows that a device sends to each device.
+
+        At most, each token makes min(k, local_experts) choices on one device.
+        """
         return _room(self.capacity, k * tokens, n, tokens * min(k, local_experts))
 
     def sent(
@@ -193,6 +203,7 @@ class exchanged:
         With a capacity of 1, (n - 1) C D is k (n - 1)/n T D.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
+        # `BytesSent` is (out, back, ids); the weights are not sent.
         return BytesSent(rows * width * itemsize, rows * width * itemsize, rows * 4)
 
 
@@ -252,6 +263,7 @@ class ragged:
         # among the choices that want this device.
         wanted = _wanted(ids, local_experts, n)
         devices = jnp.arange(n, dtype=jnp.int32)
+        # The choices of this device's tokens that want each device, [n].
         counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)
         wanted_rows = axis.all_gather(counts[None], axis=0, tiled=True)  # [sender, receiver]
         exchange = _Exchange.of(wanted_rows, room, axis, self.move)
@@ -259,7 +271,7 @@ class ragged:
         place = exchange.input_offsets[wanted.device] + wanted.rank
 
         def in_order(values):
-            """Returns `values`, one for each choice, sorted by the device that the choice wants."""
+            """Returns the integers `values`, one for each choice, sorted by the wanted device."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def zeros(rows):
@@ -271,7 +283,9 @@ class ragged:
         no_expert = varying(jnp.full(room, local_experts, jnp.int32), axis.names)
         experts = exchange.to_experts(in_order(wanted.expert), no_expert)
         source = jnp.arange(room, dtype=jnp.int32)
+        # The weights are not sent: they multiply the results on their return.
         y = compute(arrived, source, experts, jnp.ones(room, weights.dtype))
+        # `[place]` restores the order of the choices. Dropped choices keep the zeros.
         y = exchange.from_experts(y, zeros(k * tokens))[place]
         return _weighted_sum(y, weights), exchange.dropped
 
@@ -284,6 +298,7 @@ class ragged:
         the n - 1 others.
         """
         rows = k * tokens * (n - 1) // n
+        # `BytesSent` is (out, back, ids); the weights are not sent.
         return BytesSent(
             rows * width * itemsize, rows * width * itemsize, rows * 4 + 4 * n * (n - 1)
         )
@@ -328,30 +343,32 @@ class _Exchange(NamedTuple):
         """
 
         def before(a, dim):
-            """Returns, for each entry, the sum of the entries before it along a dim."""
+            """Returns, for each entry of `a`, the sum of the entries before it along `dim`."""
             return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
 
         me = axis.index()
         # In a receiver's column, a sender gets the room that earlier senders leave.
         granted = jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)
-        # A sender's rows lie one after another as wanted, and arrive as granted: rows without room
-        # are skipped.
+        # A sender lays out all wanted rows one after another, but a receiver has only the granted
+        # rows: the rows without room are skipped.
         input_offsets, output_offsets = before(wanted_rows, 1), before(granted, 0)
         dropped = jnp.sum(wanted_rows[me] - granted[me], dtype=jnp.int32)
         to_experts = granted[me], input_offsets[me], output_offsets[me]
-        # On the way back sender and receiver change roles.
+        # On the way back sender and receiver change roles: columns instead of rows.
         from_experts = granted[:, me], output_offsets[:, me], input_offsets[:, me]
         return cls(move, axis.names, *to_experts, *from_experts, dropped)
 
     def to_experts(self, a: Array, empty: Array) -> Array:
-        """Returns `empty`, [room, ...], filled with the rows `a` that are sent to this device."""
-        # As `lax.ragged_all_to_all` takes them; a device receives what goes back from it later.
+        """Sends the rows `a`; returns `empty`, [room, ...], filled with the rows that arrive."""
+        # In the order of `lax.ragged_all_to_all`. The last are the numbers of rows to receive: the
+        # same rows go back later.
         places = self.input_offsets, self.send_sizes, self.output_offsets, self.back_send_sizes
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
-        """Returns `empty`, [k T, ...], filled with the results `a` that come back here."""
-        # As `lax.ragged_all_to_all` takes them; a device receives as many rows as it sent before.
+        """Sends the results `a` back; returns `empty`, [k T, ...], with the results that return."""
+        # In the order of `lax.ragged_all_to_all`. The last are the numbers of rows to receive: the
+        # rows that this device sent before.
         places = (
             self.back_input_offsets,
             self.back_send_sizes,
@@ -382,8 +399,8 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
     tokens, k = ids.shape
     # Transposed, so that the first choices of all tokens come first and have priority.
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
-    # A choice's rank is its place among all choices sorted by device, minus the first place of the
-    # choices of its device (`starts`). `places` inverts `order`.
+    # `places` inverts `order`: it has each choice's place among all choices sorted by device. A
+    # choice's rank is this place minus the first place of the choices of its device (`starts`).
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(device[order], jnp.arange(n, dtype=jnp.int32)).astype(jnp.int32)
     places = (
@@ -397,7 +414,10 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 
 
 def _weighted_sum(y: Array, weights: Array) -> Array:
-    """Returns each token's sum of weight times result; the results `y` are in `_Wanted`'s order."""
+    """Returns each token's sum of weight times result, [T, D], from the choices' results `y`.
+
+    `y` is [k T, D]: first the results of the first choices of all tokens, as in `_Wanted`.
+    """
     tokens, k = weights.shape
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)
 
@@ -407,6 +427,7 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 
     The mean is `choices / parts`. The capacity may be infinite.
     """
+    # The bound is tested first, so that an infinite number is never rounded.
     return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)
 
 

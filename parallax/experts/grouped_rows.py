@@ -1,8 +1,11 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Each block has rows for one expert; *filling rows* fill up its last block, and do not count. An
-expert's arrays are `trained`, which are differentiated, or `others`. Legend: N rows, R pairs of a
-row and an expert, E experts on the device, D width.
+Pair r sends row `source[r]` of x to expert `ids[r]`, times `weights[r]`; the number E is no expert.
+Each block has rows for one expert; *filling rows* fill up the expert's last block. They must add
+nothing: their indices `written` and `pair` are out of range, where `_take` gives 0 and `_add`
+ignores them. An expert's arrays are `trained`, which are differentiated, or `others`.
+
+Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
 
 import functools
@@ -53,7 +56,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     block is filled up. A loop runs over the blocks: ceil(pairs / size) blocks for each expert. So
     no work is done for an expert without tokens, whatever the routing. The loop holds the
     activations of one block. The backward pass runs the same loop and computes each block again,
-    which is 4 units of work instead of 3.
+    so forward and backward are 4 units of work instead of 3.
 
     `expert` must treat each row by itself. It is differentiated once, in reverse mode.
 
@@ -79,7 +82,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
             return results
 
         arguments = trained, others, x, source, ids, weights
-        # All their axes, each once, in a fixed order.
+        # All axes along which an argument varies, each once; a dict keeps their order.
         axes = {name: None for leaf in jax.tree.leaves(arguments) for name in varying_axes(leaf)}
         # All arguments vary along the same axes, since a loop's carry must not change its type.
         return _loops(apply, size)(*varying(arguments, tuple(axes)))
@@ -118,7 +121,7 @@ class Block(NamedTuple):
 def _table(
     source: Array, ids: Array, rows: int, count: int, size: int
 ) -> tuple[Callable[[Array], Block], Array]:
-    """Returns a function from a block's number to the block, and the number of blocks.
+    """Returns a function from a block's number to the block, and the number of all blocks.
 
     Args:
         source: the row of each pair.
@@ -128,7 +131,8 @@ def _table(
         size: the rows of a block.
     """
     pairs = len(ids)
-    # Pairs without an expert have the greatest number, so they come last and are in no block.
+    # Pairs without an expert have the greatest number, `count`, so they come last and are in no
+    # block.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     # starts[e]: the first pair of expert e among the sorted pairs; the last entry is their end.
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
@@ -137,18 +141,20 @@ def _table(
     within = jnp.arange(size, dtype=jnp.int32)
 
     def block(j):
-        """Returns block j, one of the blocks of the expert whose `ends` is the first above j.
+        """Returns block j. Its expert is the first with an entry in `ends` greater than j.
 
-        `place` are the block's places among the sorted pairs.
+        `place` are the places of the block's rows among the sorted pairs.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
         counts = place < starts[expert + 1]  # false for filling rows
+        # Filling rows repeat the last pair of the expert, so that they read a row of x that exists.
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        # Filling rows get numbers out of range, which a scatter drops. All these numbers differ.
+        # To write to, filling rows get numbers out of range, which a scatter drops. All of them
+        # differ, as `unique_indices` promises.
         return Block(
             expert,
             read,
@@ -168,14 +174,14 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
     @jax.custom_vjp
     def run(trained, others, x, source, ids, weights):
-        """Returns each row's weighted sum, [N, D]; `trained` and `others` are the experts'
-        arrays."""
+        """Returns each row's weighted sum over its experts, [N, D]."""
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, y):
             """Returns `y` with the weighted results of block j."""
             # For each row of the block: `read` and `written` are its row in x and y, and `pair` is
-            # its pair. In rows that only fill up the block, the last two are out of range.
+            # its pair. In filling rows `written` and `pair` are out of range: `_take` gives a
+            # weight of 0, and `_add` ignores them.
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
@@ -195,9 +201,10 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         def body(j, sums):
             """Returns the sums of the gradients of (trained, x, weights), with block j added.
 
-            The block's results are computed again.
+            The block's results are computed again. `_at` takes one expert's arrays, `_take` rows.
             """
-            # As in `run`, `written` and `pair` are out of range in rows that only fill the block.
+            # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
+            # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
@@ -216,6 +223,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
         differentiated = trained, x, weights
         sums = jax.tree.map(_zeros, differentiated)
+        # Both bounds must have one type, so the first is made from the second.
         sums = lax.fori_loop(jnp.zeros_like(count), count, body, sums)
         d_trained, d_x, d_weights = jax.tree.map(_as_type_of, sums, differentiated)
         no_gradient = jax.tree.map(lambda _: None, others)
@@ -229,12 +237,15 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 def _apply(
     expert: Callable[..., Array], others: PyTree, block: Block, trained: PyTree, rows: Array
 ) -> Array:
-    """Runs the block's expert, with its own part of the untrained arrays."""
+    """Returns the results of the block's expert for `rows`.
+
+    `trained` are the arrays of this expert; `others` have a first dim of experts.
+    """
     return expert(trained, _at(others, block.expert), rows)
 
 
 def _at(tree: PyTree, i: Array) -> PyTree:
-    """Returns element i of each array along its first dim."""
+    """Returns element i of each array along its first dim: the arrays of expert i."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), tree)
 
 
@@ -254,7 +265,7 @@ def _add_at(i: Array, total: Array, term: Array) -> Array:
 
 
 def _zeros(x: Array) -> Array:
-    """Returns zeros for a sum of arrays like `x`: in float32 or wider."""
+    """Returns zeros of the shape of `x` for a sum: in float32 or wider."""
     return jnp.zeros_like(x, dtype=accumulation_dtype(x.dtype))
 
 

@@ -1,4 +1,8 @@
-"""The communication of a decoder's layers whose experts are split over an axis."""
+"""The communication of a decoder's layers whose experts are split over an axis.
+
+`Comms` is a record of functions and numbers. Its field `wrap_experts` takes the function `moe` and
+returns it with the options that name the experts' axis.
+"""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +25,9 @@ def comms(
 ) -> Comms:
     """Returns `inner(axis, shared=shared)`, with each layer's experts split over `experts`.
 
-    That axis splits the batch too. Give a model, such as a `llama` with experts, this device's
-    sequences; `grads.averaged(grad, ("data", "expert"))` takes the mean over all sequences.
+    The axis `experts` splits the batch too. Pass this device's sequences to the model, such as a
+    `llama` with experts. `grads.averaged(grad, ("data", "expert"))` takes the mean over all
+    sequences.
 
     Args:
         axis: the axis that splits each layer, and the hidden width of each expert.
@@ -32,6 +37,6 @@ def comms(
         dispatch: brings tokens to their experts.
         compute: runs the experts of a device.
     """
-    # mixes(mixture) is mixture(..., axis=experts, dispatch=dispatch, compute=compute).
-    mixes = functools.partial(functools.partial, axis=experts, dispatch=dispatch, compute=compute)
-    return inner(axis, shared=shared)._replace(wrap_experts=mixes)
+    # A function of a function: wrap(moe) is partial(moe, axis=experts, dispatch=..., compute=...).
+    wrap = functools.partial(functools.partial, axis=experts, dispatch=dispatch, compute=compute)
+    return inner(axis, shared=shared)._replace(wrap_experts=wrap)

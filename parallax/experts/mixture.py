@@ -23,8 +23,7 @@ from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down`. F may be whole or a device's
-    shard.
+    """Experts of three matrices, `(silu(x gate) * (x up)) down`. A device may hold a shard of F.
 
     Source: Shazeer, arXiv 2002.05202.
     """
@@ -48,12 +47,12 @@ class Gated(eqx.Module):
         self.down = normal(keys[2], experts, hidden, width)
 
     def __call__(self, x: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-        """Returns the result of one expert, whose matrices have no dim of experts."""
+        """Returns the result of one expert; here the matrices have no dim of experts."""
         return (jax.nn.silu(x @ self.gate) * (x @ self.up)) @ self.down
 
 
 class Mixture(eqx.Module):
-    """The parameters of a layer.
+    """The parameters of a layer of experts.
 
     Attributes:
         router: the matrix from a token to logits. In a stack of layers, each array has a first dim
@@ -107,11 +106,14 @@ def moe(
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
     _check_varies(x, axis)
-    # Logits are float32 or wider: rounded logits would change the choice between close scores.
+    # A bias of `()` is no bias. Logits are float32 or wider: rounded logits would change the choice
+    # between close scores.
     kind = accumulation_dtype(x.dtype)
     logits = x.astype(kind) @ params.router.astype(kind)
     routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
-    # All tokens, gathered if `comms` splits them; each device then uses them in its own way.
+    # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
+    # with its share of the hidden width. Backward, `all_tokens` sums the devices' gradients; the
+    # experts' numbers, `ids`, have none.
     tokens, weights = comms.all_tokens(x), comms.all_tokens(routing.weights.astype(x.dtype))
     ids = comms.gathered(routing.experts)
     # Each [B, T, ...] becomes [B T, ...].
@@ -119,18 +121,20 @@ def moe(
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
     # Of the `token_shards` devices that split a sequence, only `context_shards` have different
-    # tokens here. So `counted` devices have gathered the same tokens and counted the same dropped
-    # choices, and `statistics` divides by that number.
+    # tokens after the gather. So groups of `counted` devices have the same tokens and count the
+    # same dropped choices, and `statistics` divides by that number.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
-    # Summed over the devices that split the hidden width; each device keeps its own tokens.
+    # Summed over the devices that split the hidden width. With `sequence.comms` each device keeps
+    # its own tokens.
     return comms.sum_partials(y.reshape(tokens.shape)), stats
 
 
 def _local_experts(params: Mixture, axis: Axis) -> int:
-    """Returns the number of experts on this device.
+    """Returns the number of experts on this device, E / n.
 
-    Raises `ValueError` if the number of experts on all devices differs from the router's.
+    Raises `ValueError` if the first dim of an array of the experts, times n, is not E, the number
+    of the router's columns.
     """
     count, n = params.router.shape[-1], axis.size()
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(params.experts, eqx.is_array)):
@@ -147,7 +151,10 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
 
 
 def _check_varies(x: Array, axis: Axis) -> None:
-    """Raises `ValueError` if the tokens are the same on several devices of the experts' axis."""
+    """Raises `ValueError` if the tokens are the same on several devices of the experts' axis.
+
+    The type of `x` says along which axes it varies. An axis of one device need not be among them.
+    """
     same = [
         name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1
     ]

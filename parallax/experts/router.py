@@ -3,8 +3,8 @@
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
 Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
-how the batch is split into microbatches and devices: the mean of the parts' means is the mean of
-the batch.
+how the batch is split into microbatches and devices: the mean over equal parts of their means is
+the mean over the batch. The *load* of an expert is its number of choices, or its share of them.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ def top_k(
 ) -> Router:
     """Returns a router that sends each token to the k experts with the highest scores.
 
-    If two scores are equal, the first expert is preferred. The scores are the weights. A bias is
-    added to the scores only for the choice, and has no gradient: `rebalanced` changes it to even
-    out the load without an auxiliary loss (Wang et al., arXiv 2408.15664).
+    If two scores are equal, the first expert is preferred. The scores of the k experts are their
+    weights. A bias is added to the scores only for the choice, and has no gradient: `rebalanced`
+    changes it to even out the load without an auxiliary loss (Wang et al., arXiv 2408.15664).
 
     Args:
         k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
@@ -70,7 +70,8 @@ def top_k(
             )
         scores = score(logits)
         preferred = scores if bias is None else add_bias(scores, bias.astype(scores.dtype))
-        # The choice has no gradient. The weights are read from the scores, so they have one.
+        # The choice has no gradient. The weights are read from the scores without the bias, and
+        # have a gradient.
         _, chosen = lax.top_k(lax.stop_gradient(preferred), k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
@@ -81,7 +82,7 @@ def top_k(
 
 
 def _divided(scores: Array) -> Array:
-    """Returns scores divided by their sum."""
+    """Returns scores [..., E] divided by their sum over the experts."""
     # The sum of sigmoids may underflow to 0: the bound prevents a division by 0.
     total = jnp.sum(scores, axis=-1, keepdims=True)
     return scores / jnp.maximum(total, jnp.finfo(scores.dtype).tiny)
@@ -130,8 +131,10 @@ def statistics(
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))
-    # The balance multiplies two means over a sequence, so both are made whole over `axis` first.
+    # The balance multiplies two means over a sequence. If `axis` splits the sequence, each device
+    # has the mean of its part, so the mean over devices is taken before the product.
     load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))
+    # `counted` devices counted the same dropped choices: the division below corrects for that.
     all_dropped = axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
     return Statistics(
         balance=count * jnp.mean(jnp.sum(load * shares, axis=-1)),
@@ -156,7 +159,7 @@ def rebalanced(
     `trainable`.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
-    # A bound on the rounding of the sums in `load`, and of their mean
+    # 64 units of rounding: a bound on the rounding of the sums in `load`, and of their mean.
     even = jnp.abs(mean - load) <= 64 * jnp.finfo(load.dtype).eps * mean
     step = jnp.where(even, jnp.zeros((), load.dtype), jnp.sign(mean - load))
     return bias + jnp.asarray(rate, bias.dtype) * step.astype(bias.dtype)
