@@ -375,7 +375,7 @@ def test_refusals():
         (
             2,
             islands.Stream(APART, delay=2),
-            "a delay from 0 to every - 1 = 1 steps; got 2. Use one of these, or a larger every",
+            "a delay of 0 to 1 steps, less than every=2; got 2. Use one of these, or a larger",
         ),
         (
             2,

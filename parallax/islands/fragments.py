@@ -2,8 +2,12 @@
 
 Islands exchange their changes in a *round*, every H steps. With F fragments, fragment k has its
 rounds k*H/F steps after fragment 0. So the largest number of bytes that one step moves between
-islands falls by a factor of about F. Source: Douillard et al., Streaming DiLoCo with
-overlapping communication (arXiv 2501.18512).
+islands falls by a factor of about F.
+
+A *part* of a model is a tree with the model's paths, with None for leaves that are not in it. A
+leaf of stacked layers may be in a part with some of its layers.
+
+Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
 
 import itertools
@@ -21,9 +25,8 @@ class Fragment(NamedTuple):
     """A part of a model.
 
     Attributes:
-        get: returns the part of a model: a tree with the model's paths, and None for leaves that
-            are not in it.
-        put: takes `(model, part)` and returns the model with that part.
+        get: takes a model and returns the part of it.
+        put: takes `(model, part)` and returns the model with that part in its place.
     """
 
     get: Callable[[PyTree], PyTree]
@@ -50,7 +53,7 @@ class Stream(NamedTuple):
 
 
 def whole_model(model: PyTree) -> tuple[Fragment, ...]:
-    """Returns the model as one fragment."""
+    """Returns one fragment: the whole model."""
     return (Fragment(lambda model: model, lambda model, part: part),)
 
 
@@ -58,7 +61,7 @@ ALL_AT_ONCE = Stream(whole_model)
 
 
 def _joined(model: PyTree, part: PyTree) -> PyTree:
-    """Returns the leaves of `part`, and the leaves of `model` where `part` has None."""
+    """Returns `model` with the leaves of `part` in their places, wherever `part` is not None."""
     return eqx.combine(part, model)
 
 
@@ -73,7 +76,7 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
         globs = (globs,) if isinstance(globs, str) else globs
 
         def leaf_of(path, leaf):
-            """Returns the leaf if it is in the fragment, else None."""
+            """Returns the leaf if its path matches one of the globs, else None."""
             matches = any(rules.matches_glob(glob, trees.dotted(path)) for glob in globs)
             return leaf if matches else None
 
@@ -90,8 +93,8 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
 
     Args:
         count: the number of groups of layers, which are as equal as possible.
-        where: returns the blocks of a model, whose leaves are stacked: [L, ...], or [v, L / v, ...]
-            for a pipeline of v chunks per stage. The first dim is cut into groups.
+        where: takes a model and returns its blocks. Their leaves are stacked layers: [L, ...], or
+            [v, L / v, ...] for a pipeline of v chunks per stage. The first dim is cut into groups.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
@@ -106,7 +109,7 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
                 f"the same and at least count; these have {sorted(sizes)}. Use a smaller count, "
                 "or by_path."
             )
-        layers = sizes.pop()
+        layers = sizes.pop()  # or chunks: the size of the first dim
         # Integer bounds: the groups differ by one layer at most.
         bounds = [layers * k // count for k in range(count + 1)]
 
@@ -124,7 +127,8 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
 
     def get(model):
         """Returns the layers of the model's blocks, and None for all other leaves."""
-        # All leaves are None here, and `tree_at` must replace the leaves of the blocks.
+        # `tree_at` replaces the leaves of the blocks. They are None here, which counts as a leaf
+        # only with `is_leaf`.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
         return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
 
@@ -149,7 +153,8 @@ def checked_fragments(
 ) -> tuple[Fragment, ...]:
     """Returns the fragments of `model`, after a check that each element is in exactly one.
 
-    The leaves of `model` are arrays or shapes. `specs` are the specs of the leaves.
+    The check only counts the elements of each leaf. The leaves of `model` are arrays or shapes, and
+    `specs` are their specs.
 
     Raises:
         ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim
@@ -165,6 +170,7 @@ def checked_fragments(
             name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
             shape = wholes[name].shape
+            # The dims that are split over devices, and of which the fragment has only a part.
             cut = [
                 dim
                 for dim, entry in enumerate(splits.get(name, ()))

@@ -10,9 +10,10 @@ outer weights W and island i's weights w_i,
     w_i   = W
 
 So the outer optimizer takes delta as its gradient, with a gradient's sign. Between rounds nothing
-is sent between islands. Islands send 1/H of the bytes of data parallelism, and a
-quarter of that with `ErrorFeedback`. A *fragment* is the part of the model that a round exchanges.
-In the code, `inner` is the state of this island, and `state` is the state of all islands.
+is sent between islands. Islands send 1/H of the bytes of data parallelism, and a quarter of that
+with `ErrorFeedback`, which sends int8. A *fragment* is the part of the model that a round
+exchanges. In the code, `inner` is the state of this island, `state` is the state of all islands,
+`names` are the mesh axes of the islands, and `present` says which islands take part in a round.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -97,7 +98,7 @@ def local(
         )
     if not 0 <= stream.delay < every:
         raise ValueError(
-            f"islands.local needs a delay from 0 to every - 1 = {every - 1} steps; got "
+            f"islands.local needs a delay of 0 to {every - 1} steps, less than every={every}; got "
             f"{stream.delay}. Use one of these, or a larger every."
         )
     if not 0 <= stream.mixing <= 1:
@@ -110,8 +111,9 @@ def local(
     def step(state, batch, limit=None, present=None):
         """Returns the state and info after one step of each island, and the rounds that are due.
 
-        `_local_state` drops the dim of islands from a device's arrays, and `_stacked` restores it.
-        `_when` changes the states only if a round is due.
+        `_alone` runs `train` without the islands' axis. `_local_state` drops the dim of islands
+        from a device's arrays, and `_stacked` restores it. `_when` changes the states only if a
+        round is due.
         """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
@@ -121,7 +123,8 @@ def local(
             first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
             is_due = _is_due(inner.step, first, every)
-            # A delay lets the messages of a round travel while the islands train on.
+            # With a delay, a round starts in one step and its result is used `delay` steps later:
+            # the messages travel while the islands train on.
             if not stream.delay:
                 inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
@@ -149,7 +152,8 @@ def _inner(state: Any) -> Any:
 
 
 class _Round(eqx.Module):
-    """A round of fragment `k`: the exchange, and the outer optimizer's step with its result.
+    """A round of fragment `k`: the exchange (`sent`), and the outer optimizer's step with its
+    result (`received`).
 
     Attributes:
         part: the fragment.
@@ -175,14 +179,14 @@ class _Round(eqx.Module):
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
         """Returns `(inner, state)`, of this island and of all, after an exchange.
 
-        Its result waits in `state` for `finish`.
+        The exchange's result and the new rounding errors are stored in `state`, for `finish`.
         """
         inner, state = states
 
         def stored(state):
             return state.sent[self.k], state.error[self.k]
 
-        # An exact exchange has no error: None must count as a leaf.
+        # An exact exchange has no error, so None must count as a leaf.
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
@@ -193,7 +197,10 @@ class _Round(eqx.Module):
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Returns the mean change of the present islands, and this island's new rounding error."""
+        """Exchanges the changes of this round's fragment.
+
+        Returns the mean change of the present islands, and this island's new rounding error.
+        """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
         present = everyone if self.present is None else jnp.asarray(self.present)
@@ -213,16 +220,19 @@ class _Round(eqx.Module):
         total, error = self._total(delta, state.error[self.k], is_present)
         # At least 1: without present islands the total is 0, and 0 / 0 would be NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
+        # `present` is an array [islands] split over the islands: one entry on each device.
         return SentChanges(mean, count > 0, is_present[None]), error
 
     def _total(
         self, delta: PyTree, error: PyTree, is_present: Bool[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         """Returns the sum of the islands' changes, and this island's new rounding error."""
+        # An exact exchange has no error: `error` is None.
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
 
-        # An absent island sends zeros, and keeps the error that it has not sent yet.
+        # The error of the last exchange is added to this one. An absent island sends zeros, and
+        # keeps the error that it has not sent yet.
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 
@@ -238,7 +248,8 @@ class _Round(eqx.Module):
         """Returns `(inner, state)` after the outer optimizer's step with the change `sent.mean`.
 
         `sent.some` says whether any island was present, and `sent.present` whether this one was.
-        Each present island takes the new outer weights. If no island was present, nothing changes.
+        Each present island takes the new outer weights, mixed with its own if `mixing` is not 0. If
+        no island was present, no weights change.
         """
 
         def if_any_present(new, old):
@@ -251,7 +262,8 @@ class _Round(eqx.Module):
         weights = self.part.get(state.model)
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
-        # Momentum would move the weights even with a change of zero, so both stay as they were.
+        # Momentum would move the weights even with a change of zero: without present islands, both
+        # the weights and the momentum stay as they were.
         weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
         moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
         local = _trained(inner.model, state.model)
@@ -275,27 +287,30 @@ def _mixed(new: Array, old: Array, mixing: float) -> Array:
 
 
 def _with(items: tuple, k: int, item: Any) -> tuple:
-    """Returns the tuple with `item` as its item k."""
+    """Returns the tuple `items` with `item` in place of its item k."""
     return (*items[:k], item, *items[k + 1 :])
 
 
 def _trained(model: PyTree, outer: PyTree) -> PyTree:
-    """Returns the leaves of `model` that the outer optimizer trains, at the paths of `outer`."""
+    """Returns the leaves of an island's `model` at the paths of `outer`, the outer weights.
+
+    These are the leaves that the outer optimizer trains.
+    """
     leaves = dict(jax.tree.leaves_with_path(model))
     return jax.tree.map_with_path(lambda path, leaf: leaves[path], outer)
 
 
-def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -> Any:
-    """Returns `change(both)` if the predicate is true, else `both`.
+def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], states: Any) -> Any:
+    """Returns `change(states)` if the predicate is true, else `states`.
 
     The predicate must be the same on all devices: `change` may hold collectives.
     """
     # Both branches of a `cond` must return the same types, with the same varying axes.
-    arrays, static = eqx.partition(both, trees.is_array)
+    arrays, static = eqx.partition(states, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 
     def changed(arrays):
-        """Returns the arrays after `change`, with their types from before."""
+        """Returns the arrays after `change`, typed as varying along the axes from before."""
         new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)
 
@@ -303,8 +318,10 @@ def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], both: Any) -
 
 
 def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
-    """Returns this island's state from `inner`, the device's block [1, ...] of all islands'
-    states."""
+    """Returns this island's state from `inner`, whose arrays [islands, ...] are [1, ...] here.
+
+    The number of the step has no dim of islands.
+    """
 
     def without_island_dim(path, x):
         """Returns a leaf [1, ...] without its first dim."""
@@ -326,7 +343,10 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
 
 
 def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
-    """Returns this island's state as a block [1, ...]: the inverse of `_local_state`."""
+    """Returns this island's state as arrays [1, ...], typed as varying along `names`.
+
+    It is the inverse of `_local_state`: the number of the step gets no dim of islands.
+    """
     stacked = _map_arrays(lambda x: varying(x, names)[None], inner)
     return eqx.tree_at(_step_of, stacked, inner.step)
 
@@ -375,6 +395,7 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
         _check_alone(closed.jaxpr, names)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
+        # The trace above has put the static leaves into `static_results`.
         results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         inner, info = eqx.combine(results, static_results[-1])
         # The number of the step decides whether a round is due. All devices must decide alike, so
@@ -387,7 +408,10 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if no array of the batch differs between islands."""
+    """Raises `ValueError` if no array of the batch varies along all axes of the islands.
+
+    One island, or a batch without arrays, is accepted.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if (
         axis_size(names) > 1
@@ -401,9 +425,10 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 
 
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if a train step has a value that varies along the islands' axis.
+    """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    Its arguments do not, so an operation of the step works along that axis.
+    The step's arguments do not vary there (`hidden`), so such a value shows that an operation of
+    the step works along that axis.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):

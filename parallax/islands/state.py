@@ -1,7 +1,9 @@
 """The state of islands: a training state for each, and the outer weights of all.
 
-*Inner* is a state of one island, stacked to [islands, ...]. *Outer* is the same on all islands. A
-*fragment* is the part of the model that a round exchanges.
+*Inner* arrays belong to each island: they are stacked to [islands, ...], and the first dim is split
+over the islands. *Outer* arrays are the same on all islands. A *fragment* is the part of the model
+that a round exchanges; each fragment has its own outer optimizer state. The number of the step,
+`step`, is one for all islands: it has no dim of islands.
 """
 
 import math
@@ -24,7 +26,7 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """The result of an exchange that no island has used yet. A tree of specs has this form too.
+    """The result of an exchange that no island has used yet. A tree of its specs has this form too.
 
     Attributes:
         mean: the mean change of the present islands.
@@ -38,7 +40,7 @@ class SentChanges(eqx.Module):
 
 
 class State(eqx.Module):
-    """The state that a step of islands changes. A tree of specs has this form too.
+    """The state that a step of islands changes. A tree of its specs has this form too.
 
     Attributes:
         inner: the state of each island: arrays have a first dim, [islands, ...], except `step`,
@@ -67,8 +69,8 @@ class StateInit(NamedTuple):
     """A state of islands that can be made.
 
     Attributes:
-        init: makes it from the state of one island.
-        shapes: its `jax.ShapeDtypeStruct`s, with their shardings.
+        init: makes the state of islands from the state of one island.
+        shapes: the `jax.ShapeDtypeStruct` of each array, with its sharding.
         specs: the spec of each array.
     """
 
@@ -87,13 +89,13 @@ def init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> tuple[State, State]:
-    """Returns the state of islands that all begin as `state`, and its specs.
+    """Returns the state of islands that all begin as `state`, and the specs of that state.
 
     No device holds more than its islands' blocks.
 
     Args:
-        state: of one island, on `mesh`, the same on all islands, as `step.init` makes it.
-        specs: its specs, which name no axis of the islands.
+        state: the state of one island, on `mesh`, the same on all islands, as `step.init` makes it.
+        specs: the specs of `state`, which name no axis of the islands.
         outer: the outer optimizer.
         mesh: the mesh, with the axis of the islands.
         axis: the axis of the islands, as in `local`.
@@ -121,22 +123,24 @@ def state_init(
 ) -> StateInit:
     """Returns a `StateInit` of the state of islands, from the state of one island or its shapes.
 
-    The arguments are as in `init`. Nothing is computed until its `init` is called.
+    The arguments are as in `init`. Nothing is computed until the result's `init` is called.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
 
+    # `trainable` may pick whole numbers too, which an optimizer cannot train.
     def trained(model):
         return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
     weights = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
     parts = fragments.checked_fragments(stream, weights, specs.model)
+    # An int8 exchange keeps its rounding errors, and with a delay the result of an exchange waits.
     has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
     def make(arrays):
         """Returns the arrays of the islands' state from the arrays of one island's state.
 
-        `parts` are the fragments of the model; each has its own outer optimizer state.
+        `parts` are the fragments of the model: `weights_of` are the trained weights of each.
         """
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
@@ -201,7 +205,7 @@ def _specs(
     def stacked(tree):
         return jax.tree.map(lambda spec: P(names, *spec), tree, is_leaf=trees.is_spec)
 
-    # Only the islands' own arrays are stacked: the outer arrays are the same on all islands.
+    # Only inner arrays are stacked. The fields of `step.State` are model, optimizer, step, scale.
     inner = step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale))
     has_feedback, waits = has
     optimizer, error, sent = [], [], []
@@ -215,7 +219,7 @@ def _specs(
 
 
 def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
-    """Returns zeros of shape `[*first_dims, *weight]`, in the dtype in which weights are summed."""
+    """Returns zeros [*first_dims, ...] for each weight, in the dtype in which weights are summed."""
 
     def zeros(w):
         return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
@@ -229,13 +233,13 @@ def _nothing_sent(weights: PyTree, islands: int) -> SentChanges:
 
 
 def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
-    """Returns the names of the islands' axis."""
+    """Returns the names of the mesh axes of the islands, as a tuple."""
     names = axis.axis_name if isinstance(axis, ErrorFeedback) else Axis.of(axis).names
     return names if isinstance(names, tuple) else (names,)
 
 
 def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
-    """Returns the number of islands of a mesh. Raises `ValueError` if it lacks their axis."""
+    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh lacks their axis."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -247,26 +251,28 @@ def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> in
 
 
 def joint_model(state: State) -> PyTree:
-    """Returns the model: the outer weights, and the first island's leaves that are not trained."""
+    """Returns one model: the outer weights, and the first island's leaves that are not trained."""
     first = jax.tree.map(lambda x: x[0] if trees.is_array(x) else x, state.inner.model)
     return eqx.combine(state.model, first)
 
 
 def shapes_for_islands(shapes: State, islands: int) -> State:
-    """Returns the shapes of a state of another number of islands, to restore it from a checkpoint.
+    """Returns the shapes of a state saved by `islands` islands, to restore it from a checkpoint.
 
-    The first dim is not split over devices, so that any number of islands can be restored.
+    `shapes` are the shapes for the mesh's own number of islands. The saved number need not divide
+    by the mesh's axis, so each device reads the blocks of all saved islands.
     """
 
     def resized(x):
-        """Returns the shape of an array [islands, ...] with another number of islands."""
+        """Returns the shape of an array [islands, ...] with the saved number of islands."""
         if not trees.is_array(x):
             return x
+        # The first dim is not split: its new size need not divide by the mesh's axis.
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
-        """Returns the shapes of an exchange; only `present` has a dim of islands."""
+        """Returns the shapes of a waiting exchange; only `present` has a dim of islands."""
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
@@ -288,7 +294,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
     All islands continue with the outer weights. If there were n islands before, island i takes the
-    inner optimizer's state of island i mod n. Exchanges under way and rounding errors are dropped.
+    state of the inner optimizer, and the leaves that are not trained, from island i mod n.
+    Exchanges under way and rounding errors are dropped.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
@@ -311,9 +318,10 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     def resized(state):
         """Returns the state with a first dim of `islands` in the arrays of `inner`.
 
-        Every island starts from the outer weights, `state.model`, and takes the leaves that are not
-        trained, and the inner optimizer, from an old island (`sources`). Rounding errors and
-        exchanges under way become zero: they belong to islands that may be gone.
+        Every island starts from the outer weights, `state.model` (None for leaves that are not
+        trained). It takes the other leaves and the inner optimizer from an old island (`sources`).
+        Rounding errors and exchanges under way become zero: they belong to islands that may be
+        gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
@@ -326,6 +334,7 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         sent = tuple(map(nothing_sent, state.sent))
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
+    # None leaves it to JAX where an array is placed.
     array_shapes = eqx.filter(shapes, trees.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), array_shapes)
     new_state = eqx.combine(jax.jit(resized, out_shardings=shardings)(arrays), static)
@@ -333,7 +342,7 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
 
 
 def _islands(model: PyTree) -> int:
-    """Returns the first dim of the arrays of a stacked model."""
+    """Returns the number of islands: the first dim of all arrays of a stacked model."""
     return next(leaf.shape[0] for leaf in jax.tree.leaves(model) if trees.is_array(leaf))
 
 
