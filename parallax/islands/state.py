@@ -219,7 +219,7 @@ def _specs(
 
 
 def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
-    """Returns zeros [*first_dims, ...] for each weight, in the dtype in which weights are summed."""
+    """Returns zeros [*first_dims, ...] for each weight, in the dtype of the weights' sums."""
 
     def zeros(w):
         return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
