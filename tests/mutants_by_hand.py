@@ -2489,7 +2489,7 @@ TRACED = (
 
 ALARM = "test_bisect.py::test_no_alarm_in_a_right_layout"
 BISECT = (
-    Mutant("_form", "1 / count if backward or is_mean else 1.0", "1.0", ALARM),
+    Mutant("_form", "1 / parts if backward or is_mean else 1.0", "1.0", ALARM),
     Mutant(
         "_form", "set(mark.varying) - block_axes - terms if backward else terms", "terms", ALARM
     ),

@@ -31,7 +31,8 @@ from parallax.taps import LINEAR
 # The folders of this package and of its collectives.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join(_PACKAGE, "collectives") + os.sep
-# Frames in these files and in libraries are left out: a user does not look for a mistake there.
+# Stack frames in these files and in libraries are left out: a user does not look for a mistake
+# there.
 _SKIPPED_FILES = (
     os.path.join(_PACKAGE, "bisect") + os.sep,
     *(os.path.join(_PACKAGE, name) for name in ("taps.py", "recording.py")),
@@ -81,9 +82,8 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the slice that computes the values of a tap from the taps before it.
-
-    With `numbers`, it also computes the numbers of the microbatch and of the layer.
+    """Returns the slice that computes the values of all taps of this path and way from the taps
+    before them. With `numbers`, it also computes the numbers of their microbatch and layer.
     """
     reader = _SliceReader()
     for body in _bodies(program, None, None):
@@ -94,13 +94,13 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
                 # Operands of a tap: the value, an index for each of `sizes`, microbatch, layer.
                 first = 1 + len(eqn.params["mark"].sizes)
                 reader.follow(eqn.invars[0], body)
-                for atom in eqn.invars[first : first + 2] if numbers else ():
+                for atom in eqn.invars[first : first + 2] if numbers else ():  # microbatch, layer
                     reader.follow(atom, body)
     return reader.program_slice()
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the slice between a result of the program and the taps before it."""
+    """Returns the slice between the program's result number `place` and the taps before it."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -124,10 +124,10 @@ class _SliceReader:
     """Collects the equations that a value depends on, as far as the nearest taps."""
 
     def __init__(self):
-        """Begins with nothing collected."""
+        """Begins with nothing collected; `program_slice` says what is collected."""
         # The variables that were followed, each with the id of its jaxpr.
         self.seen: set[tuple[int, Any]] = set()
-        # By the ids of a jaxpr and of the equation that calls it.
+        # The opened calls, by the ids of the jaxpr and of the equation that calls it.
         self.bodies: dict[tuple[int, int], _Body] = {}
         # Dicts without values are sets that keep their order.
         self.taps: dict[tuple[str, str], None] = {}
@@ -145,14 +145,15 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that one operand of `body` depends on."""
+        """Collects the equations that one operand of `body`, `atom`, depends on, the nearest
+        first, as far as the nearest taps."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
             if is_literal(atom) or (id(body.jaxpr), atom) in self.seen:
                 continue
             self.seen.add((id(body.jaxpr), atom))
-            eqn = body.makers.get(atom)
+            eqn = body.makers.get(atom)  # None for an input of the body
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
@@ -187,7 +188,9 @@ class _SliceReader:
         return [(operand, body) for operand in operands]
 
     def _note(self, eqn: JaxprEqn, body: _Body) -> None:
-        """Notes the functions that made an equation, and the collectives that it runs."""
+        """Notes the functions on the stack that made an equation (`functions` has the innermost,
+        `callers` the others), and the collectives that the equation runs.
+        """
         frames = _frames(eqn)
         names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
         self.functions |= dict.fromkeys(names[:1])
@@ -196,10 +199,11 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operand of the equation around `body` that gives `atom`, an input of `body`.
+        """Returns the operands outside of `body` that give `atom`, one of its inputs: that of the
+        equation around `body`.
 
-        If the input is the carry of a loop, it also depends on the carry of the trip before, which
-        is a result of `body`. The program's own arguments depend on nothing.
+        If the input is the carry of a `scan`, it also depends on the carry of the trip before,
+        which is a result of `body`. The program's own arguments, and constants, depend on nothing.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -242,7 +246,8 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns the names and the axes of the collectives that an equation runs."""
+    """Returns pairs, the name and the axes, of the collectives that an equation runs. The name is
+    that of the function of `parallax.collectives` if one was called, or of the primitive."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
     # the function is traced to see what it sends.
@@ -253,8 +258,8 @@ def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
     if eqn.primitive.name not in COLLECTIVES:
         return []
     axes = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
-    names = axes if isinstance(axes, str) else ", ".join(map(str, axes))
-    return [(name or eqn.primitive.name, names)]
+    axes_text = axes if isinstance(axes, str) else ", ".join(map(str, axes))
+    return [(name or eqn.primitive.name, axes_text)]
 
 
 def _mesh(body: _Body | None) -> Any:
@@ -278,6 +283,7 @@ def _collective_function(eqn: JaxprEqn) -> str:
     innermost = itertools.takewhile(is_inside, _frames(eqn))
     # A frame has the qualified name of its function, such as "_from_tables.<locals>.all_reduce".
     parts = [frame.function_name.split(".") for frame in innermost]
+    # All these names, from the innermost function outward.
     names = [name for name in itertools.chain(*map(reversed, parts)) if name in _NAMED_COLLECTIVES]
     return names[-1] if names else ""
 

@@ -130,9 +130,10 @@ def compare(
     differences = _differences(a, b)
     worst, equal = (0.0, str(keys[0])), []
     for key in keys:
+        # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         off = differences[key]
-        # `not <=` is true for nan, which `>` is not.
+        # The axes along which copies differ too much. `not <=` is true for nan, which `>` is not.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
             first = _described(a, b, key, (off, allowed), copies, equal)
@@ -143,8 +144,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in a short type: `times` the rounding error of a
-    right run in that type.
+    """Returns a bound for each value of a run in few bits: `times` the rounding error of a right
+    run in as many bits, but no less than `times` the median of all errors.
 
     Args:
         exact: a run in more bits, on one device.
@@ -155,7 +156,8 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     """
     off = _differences(_recorded(exact, options), _recorded(rounded, options))
     positive = [difference for difference in off.values() if difference > 0]
-    # A value without an error in this run may have an error when it is summed in another order.
+    # The least error that counts is the median. A value without an error in this run may have an
+    # error when it is summed in another order.
     least = float(np.median(positive)) if positive else BOUND
     return {key: times * max(difference, least) for key, difference in off.items()}
 
@@ -169,14 +171,15 @@ def _kind(key: Key) -> tuple[str, str]:
     """Returns the kind of a value, such as an optimizer's moments. Values of one kind have numbers
     of comparable size.
     """
-    # The path of an argument or a result begins with its way, its number and its first field.
+    # The path of an argument or a result begins with its way, its number and its first field, as
+    # in "result.0.model.blocks". The path of a tap begins with a part of the model.
     depth = 3 if key.way in (ARGUMENT, RESULT) else 1
     return key.way, ".".join(key.path.split(".")[:depth])
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns |a - b| of each common value, relative to its largest |a|, but at least to `SMALL`
-    times the largest number of the value's kind.
+    """Returns, for each common value, the largest |a - b| relative to its largest |a|, or to
+    `SMALL` times the largest number of the value's kind if that is larger.
 
     Another shape, and any difference of whole numbers, count as infinite.
     """
@@ -194,12 +197,17 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
             elif right.dtype.kind in "iub":
                 differences[key] = 0.0 if np.array_equal(right, wrong) else np.inf
             else:
+                # 1e-300 keeps `relative` from dividing by 0.
                 differences[key] = relative(right, wrong, max(SMALL * largest[_kind(key)], 1e-300))
     return differences
 
 
 def _shaped_like(right: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the blocks of a pipeline, [v, L / v, ...], as [L, ...]; other arrays unchanged."""
+    """Returns `x` in the shape of `right` if it has as many numbers, and unchanged otherwise.
+
+    A pipeline holds its layers as [stages, layers of a stage, ...], and one device as [layers,
+    ...].
+    """
     return x.reshape(right.shape) if x.size == right.size else x
 
 
@@ -218,8 +226,8 @@ def _described(
         b: the record of the other run.
         key: the value that differs.
         off: its difference, and the difference that is allowed.
-        copies: the axes along which the value's copies differ.
-        equal: the values before it, which are equal.
+        copies: the axes along which the value's copies in `b` differ.
+        equal: the values before it, which are equal in both runs.
     """
     right, value = a.values[key].whole, b.values[key]
     wrong = _shaped_like(right, value.whole)
@@ -227,12 +235,13 @@ def _described(
     numbers = np.nan, np.nan
     if right.shape == wrong.shape and right.size:
         off_by = np.abs(np.asarray(wrong, np.float64) - right)
-        off_by = np.where(np.isnan(off_by), np.inf, off_by)
+        off_by = np.where(np.isnan(off_by), np.inf, off_by)  # nan differs most
         index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
         numbers = float(right[index]), float(wrong[index])
     microbatch = None
     if value.rows is not None and index:
-        # A device's rows are its microbatches, of `rows` rows each, one after another.
+        # `dim` counts the batch's rows. Each device's part of it has the device's microbatches one
+        # after another, of `rows` rows each.
         dim, rows = value.rows
         microbatch = index[dim] // rows % b.microbatches
     text = diagnose(right, wrong, b.sizes, b.microbatches, copies)
@@ -250,6 +259,7 @@ def _described(
         for before in equal
         if (before.path, before.way) in taps and abs(before.layer - key.layer) <= 1
     ]
+    # Without such a value, the last equal one. At most four are shown.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
     return Difference(key, *off, index, *numbers, microbatch, text, after[-4:], program_slice)
 
@@ -264,6 +274,7 @@ def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice
         return None
     if key.way != RESULT:
         return before_tap(wrong_run.program, key.path, key.way, numbers=numbers)
-    # Results are recorded in the order in which the program returns them.
+    # Results are recorded in the order in which the program returns them, so the place of `key`
+    # among them is the number of the program's result.
     results = [result for result in wrong_run.values if result.way == RESULT]
     return before_result(wrong_run.program, results.index(key))

@@ -27,7 +27,8 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns the kind of mistake, such as "summed 4 times: the size of data".
+    """Returns the kind of mistake, such as "summed 4 times: the size of data": the first guess that
+    explains the wrong value, or "no known kind".
 
     Args:
         right: the right value.
@@ -73,11 +74,12 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the shorter type to which the numbers seem to be rounded. Its rounding
     error is near the largest relative error, within a factor of 16."""
-    errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)
-    # If all errors are about equal, the wrong value is a multiple of the right one.
+    errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
+    # If all relative errors are about equal, the wrong value is a multiple of the right one.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
+        # Rounding to so many binary digits changes a number by at most 2^-digits of it.
         if 2.0 ** -(digits + 4) < _largest(errors) <= 2.0**-digits:
             return f"rounded to {name}"
     return ""
@@ -85,10 +87,11 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
     """Returns a text with the factor, and the axes of this size, if the wrong value is a multiple
-    of the right one."""
-    # The factor of least squares.
-    energy = float(np.vdot(right, right))
-    factor = float(np.vdot(right, wrong)) / energy if energy else 0.0
+    of the right one. `counts` has the sizes of the axes and the number of microbatches.
+    """
+    # The factor f for which the squares of wrong - f right have the least sum.
+    squares = float(np.vdot(right, right))
+    factor = float(np.vdot(right, wrong)) / squares if squares else 0.0
     if not factor or not _near(wrong, factor * right):
         return ""
     if abs(factor + 1) < NEAR:
@@ -105,7 +108,8 @@ def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns the names of the axes, or of products of two or three axes, that have this size."""
+    """Returns the names of the axes, or of products of two or three axes, that have this size, such
+    as "data" or "data x tensor". Axes of one device are left out."""
     names = [name for name, count in counts.items() if count > 1]
     products = (axes for k in (1, 2, 3) for axes in itertools.combinations(names, k))
     return [" x ".join(axes) for axes in products if np.prod([counts[a] for a in axes]) == size]
@@ -117,7 +121,7 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
     microbatches."""
     sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
     for dim, count in itertools.product(range(right.ndim), sizes):
-        if right.shape[dim] % count:
+        if right.shape[dim] % count:  # no equal blocks
             continue
         blocks = np.split(right, count, axis=dim)
         # The first permutation is the right order.
@@ -138,7 +142,7 @@ def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
 
 def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box that has all wrong numbers, if it is smaller than the
-    value. The box is "missing" if all numbers in it are 0."""
+    value. The box is called missing if all numbers that the wrong value has in it are 0."""
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""

@@ -134,8 +134,10 @@ def load(path: str | Path) -> Record:
 
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
-    """Returns one value of a record that was saved, and its key. Raises an error for other data."""
+    """Returns one value of a record that was saved, and its key. Raises an error for other data,
+    which `load` turns into its own."""
     path, layer, way, differs, rows = entry
+    # The kinds of NumPy's dtypes: bool, integer, unsigned integer, floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
         raise ValueError(f"{path!r} is a {whole.dtype} of the phase {way!r}")
     differs = {axis: float(off) for axis, off in differs.items()}
@@ -196,7 +198,7 @@ def _put_together(
     """Returns the tapped values in program order, the sizes of the mesh, and the number of
     microbatches.
     """
-    reports_of: dict[Key, list[Report]] = {}
+    reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
         if report.microbatch >= 0:  # else the device had no job, and the value is garbage
             key = Key(report.mark.path, report.layer, report.way)
@@ -205,7 +207,8 @@ def _put_together(
     values = {}
     for key in sorted(reports_of, key=_order(recorder.paths, reports_of)):
         reports = reports_of[key]
-        # The cotangent of the loss (terms over BATCH) is given, and not computed.
+        # The cotangent of the loss (terms over BATCH) is given, and not computed, so it is left
+        # out.
         if key.way != BACKWARD or BATCH not in reports[0].mark.terms:
             values[key] = _whole(reports, _form(reports, microbatches, rows, (*rows, *means)))
     sizes = {name: size for report in recorder.reports for name, size in report.mark.sizes}
@@ -213,7 +216,9 @@ def _put_together(
 
 
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
-    """Returns the arguments or the results of a program as values, keyed by their dotted path."""
+    """Returns the arguments or the results of a program as values, with keys such as
+    "result.0.model", from the path of each array in `tree`. They belong to no layer (-1).
+    """
     return {
         Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -286,20 +291,24 @@ def _form(
     names = list(sizes)
     dims = []
     for dim in mark.dims:
-        # In a spec, BATCH stands for the axes that split the rows of the batch.
+        # In a spec, BATCH stands for the axes that split the rows of the batch. Axes that the mesh
+        # lacks split nothing.
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
+    # Devices have different blocks along the axes of the spec, and along those on which the
+    # positions that they report differ.
     block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
     is_mean = BATCH in mark.terms  # terms of the loss, the mean over equal parts of the batch
     mean_axes = [axis for axis in means if axis in sizes]
     terms = {axis for axis in mark.terms if axis in sizes} | set(mean_axes if is_mean else ())
-    # For a cotangent, sums and copies change places.
+    # For a cotangent, sums and copies change places: copies that are typed as varying have terms.
     summed = set(mark.varying) - block_axes - terms if backward else terms
     # Without rows of the batch, each microbatch has a term of a cotangent, or of the loss.
     joined = in_rows is None and (backward or is_mean)
-    count = math.prod(sizes[name] for name in mean_axes) * microbatches
-    scale = 1 / count if backward or is_mean else 1.0
+    # The loss is the mean over this number of equal parts of the batch.
+    parts = math.prod(sizes[name] for name in mean_axes) * microbatches
+    scale = 1 / parts if backward or is_mean else 1.0
     return _Form(names, sizes, dims, in_rows, block_axes, summed, joined, scale, microbatches)
 
 
@@ -318,17 +327,20 @@ def _whole(reports: list[Report], form: _Form) -> Value:
         place.append(-1 if form.rows is None else report.microbatch)
         owner = (*(index[name] for name in copy_axes), report.microbatch if by_microbatch else -1)
         copies, value = blocks.setdefault(tuple(place), {}), _wide(report.value)
-        if owner in copies:
+        if owner in copies:  # another term of the same sum
             value = np.asarray(copies[owner][0] + value)
         copies[owner] = value, report
-    kind = np.result_type(*(value for copies in blocks.values() for value, _ in copies.values()))
-    whole = np.full(_shape(form, reports), np.nan, kind)
+    dtype = np.result_type(*(value for copies in blocks.values() for value, _ in copies.values()))
+    # A place that no device reported stays nan.
+    whole = np.full(_shape(form, reports), np.nan, dtype)
     differs: dict[str, float] = {}
     for copies in blocks.values():
         (first_owner, (first, report)), *others = sorted(copies.items(), key=itemgetter(0))
+        # `_places` gives the block's indices in the whole value, for each dim.
         whole[np.ix_(*_places(form, report))] = first * form.scale
         for owner, (value, _) in others:
             off = relative(first, value)
+            # The copies differ along each axis on which the two owners have other places.
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)
@@ -337,7 +349,8 @@ def _whole(reports: list[Report], form: _Form) -> Value:
 
 
 def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> float:
-    """Returns the largest |wrong - right| relative to the largest |right|, or to `least`."""
+    """Returns the largest |wrong - right| relative to the largest |right|, or to `least` if that is
+    larger."""
     largest = float(np.max(np.abs(right), initial=0))
     return float(np.max(np.abs(wrong - right), initial=0)) / max(largest, least)
 
@@ -364,14 +377,14 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
-    """Returns the axes along which the reported places differ. Devices that differ only along one
-    axis are compared with the first of them."""
+    """Returns the axes along which the positions that devices report (`Report.places`) differ.
+    Devices whose indices differ only along one axis are compared with the first of them."""
     axes: set[str] = set()
     by_device = {report.device: report.places for report in reports}
     for i, name in enumerate(names):
         first_places: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
         for device, places in by_device.items():
-            # By the device's indices along all other axes.
+            # The key has the device's indices along all other axes.
             first = first_places.setdefault((*device[:i], *device[i + 1 :]), places)
             if not all(map(np.array_equal, first, places)):
                 axes.add(name)
@@ -386,7 +399,7 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
     if form.rows is not None:
         shape[form.rows] *= form.microbatches
-    # `report.places` has the positions of the dims `placed`, in the same order.
+    # `report.places` has the positions along the dims `placed`, in the same order.
     for number, dim in enumerate(reports[0].mark.placed):
         shape[dim] = 1 + max(int(report.places[number].max(initial=0)) for report in reports)
     return shape
@@ -402,7 +415,7 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
     for dim, n in enumerate(report.value.shape):
-        block = 0
+        block = 0  # the number of this device's block among those of the dim
         for axis in form.dims[dim]:
             block = block * form.sizes[axis] + index[axis]
         if dim == form.rows:
@@ -417,13 +430,13 @@ def _of_array(leaf: Any) -> Value:
     differ, `differs` has the largest difference under the name "devices".
     """
     leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no keys, but their numbers
         leaf = jax.random.key_data(leaf)
     whole = np.asarray(leaf)
     whole = whole if whole.dtype.kind in "iub" else whole.astype(np.float64)
     blocks: dict[str, np.ndarray] = {}
     off = 0.0
-    for shard in leaf.addressable_shards:
+    for shard in leaf.addressable_shards:  # `shard.index` is the place of its block in the array
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
         if block.dtype.kind in "fV":  # floating-point; V: a type that NumPy lacks, as bfloat16
