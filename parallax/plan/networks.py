@@ -6,8 +6,9 @@ Messages that share a link share its bandwidth.
 
 In a round every device sends its messages at once. The round takes the latency of the longest way,
 and the time of the link that carries most bytes. In a `Link`, alpha is the latency in seconds, and
-beta the seconds per byte. A *route* is a table of messages, round by round.
-`tests/test_networks.py` simulates the same, message by message.
+beta the seconds per byte. A *route* is a table of messages, round by round; an algorithm that runs
+several routes side by side has a tuple of them (`Tables`). The devices of a mesh are numbered with
+the last axis fastest. `tests/test_networks.py` simulates the same, message by message.
 """
 
 import functools
@@ -51,8 +52,8 @@ class Network(Protocol):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each message of `sent` has the device to which every device sends it, [devices], and its
-        bytes.
+        Each element of `sent` is a message that every device sends: the number of the receiver for
+        each device, [devices], and the bytes of one such message.
         """
         ...
 
@@ -91,6 +92,7 @@ class Nested(NamedTuple):
         """Returns the seconds of a round, as `Network.round` does. A message uses the links of the
         smallest level whose group has both its ends, and leaves the smaller groups by their shared
         links."""
+        # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
         inside = 1  # devices in a group of the level below
         # [messages, devices]: whether a device's message stays in its group of the level below.
@@ -100,10 +102,11 @@ class Nested(NamedTuple):
         for level in self.levels:
             ports = np.zeros(self.devices)  # bytes that each device sends over this level's links
             for k, (to, nbytes) in enumerate(sent):
-                crosses = ~within[k]
+                crosses = ~within[k]  # leaves its group of the level below
                 within[k] = to // level.devices == here // level.devices
                 ports += nbytes * (crosses & within[k])
-            # Messages to a larger group leave the smaller group too, and so share its links.
+            # The bytes of each device that leave its group of this level. They also leave the
+            # smaller group inside it, and so share the links of that group.
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
@@ -111,10 +114,11 @@ class Nested(NamedTuple):
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-            # The bytes that leave each group of the level below, over its shared links. A single
-            # device has only its own. The last group may have fewer devices.
+            # The shared links of a group of the level below carry all bytes that leave the group;
+            # `out` is the most of any group. Below the first level there are only single devices,
+            # whose link was counted above.
             if inside > 1:
-                starts = np.arange(0, self.devices, inside)
+                starts = np.arange(0, self.devices, inside)  # the last group may be smaller
                 out = np.add.reduceat(ports + leaving, starts).max()
                 busy = max(busy, level.link.beta * level.shared * out / inside)
             inside = level.devices
@@ -146,7 +150,8 @@ class Torus(NamedTuple):
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0  # of the longest way
         for to, nbytes in sent:
-            # Where each device's message ends, where it is now, and its hops.
+            # For the message of each device: the coordinates [dims, devices] of its end and of the
+            # chip where it is now, and its hops so far.
             end, at, far = (
                 np.stack(np.unravel_index(to, self.shape)),
                 start.copy(),
@@ -154,16 +159,16 @@ class Torus(NamedTuple):
             )
             for dim, length in enumerate(self.shape):
                 ahead = (end[dim] - at[dim]) % length
-                back = ahead > length // 2
+                back = ahead > length // 2  # the way back is shorter
                 steps = np.where(back, length - ahead, ahead)
                 far += steps
                 for hop in range(int(steps.max(initial=0))):
-                    moves = steps > hop
-                    place = np.asarray(np.ravel_multi_index(tuple(at), self.shape))
+                    moves = steps > hop  # messages that are not yet at their end in this dim
+                    number = np.asarray(np.ravel_multi_index(tuple(at), self.shape))  # of the chip
                     for direction in (0, 1):
-                        chosen = moves & (back == bool(direction))
+                        in_direction = moves & (back == bool(direction))
                         carried[dim, direction] += nbytes * np.bincount(
-                            place[chosen], minlength=self.devices
+                            number[in_direction], minlength=self.devices
                         )
                     at[dim] = np.where(moves, (at[dim] + np.where(back, -1, 1)) % length, at[dim])
             hops = max(hops, int(far.max(initial=0)))
@@ -175,7 +180,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     fast links), joined by a slower network without oversubscription."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
-        # The torus of the hardware, if it has these devices; else one that is near to a cube.
+        # The torus of the hardware, if it has this number of devices; else one that is near to a
+        # cube, or to a square for the chips in `FLAT`. Without a torus, the product is 1.
         is_slice = math.prod(hardware.torus) == devices > 1
         dims = 2 if hardware.name in FLAT else 3
         return Torus(hardware.torus if is_slice else _box(devices, dims), hardware.fast)
@@ -189,7 +195,8 @@ def _box(devices: int, dims: int) -> tuple[int, ...]:
     """Returns a box of this number of chips whose sides are nearly equal, the shortest first."""
     if dims == 1:
         return (devices,)
-    # The divisor that is nearest to the side of a cube, as a ratio.
+    # The divisor whose ratio to the side of a cube (or a square), devices^(1/dims), is nearest to
+    # 1.
     side = min(divisors(devices), key=lambda size: abs(math.log(size) - math.log(devices) / dims))
     return tuple(sorted((side, *_box(devices // side, dims - 1))))
 
@@ -202,8 +209,8 @@ def seconds(
     Args:
         tables: the tables of messages for `group.size` devices, such as `ring.table(8)`.
         nbytes: bytes of the array that the collective takes on each device.
-        network: the network, whose devices are a multiple of those of a group.
-        group: the number of devices in a group, and their distance.
+        network: the network, which has size x stride devices or a multiple of that.
+        group: the number of devices in a group (size), and the distance of their numbers (stride).
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
     Raises:
@@ -217,33 +224,34 @@ def seconds(
             f"networks.seconds needs tables of {group.size} devices and groups that fill "
             f"{network.devices}; got tables of {routes[0].n} and a stride of {group.stride}."
         )
-    # The bytes of a block in each route, rounded up: an all-gather takes one block, the others n.
+    # The bytes of a block in each route, rounded up. An all-gather takes one block, and the other
+    # collectives take one for each device of the group.
     block = (
         -(-nbytes // len(routes))
         if kind == "all_gather"
         else -(-nbytes // group.size // len(routes))
     )
-    # An all-reduce runs the table forward, as a reduce-scatter, and then back, as an all-gather.
+    # A reduce-scatter runs the table forward, an all-gather runs it back, an all-reduce does both.
     halves = {"all_reduce": (False, True), "reduce_scatter": (False,), "all_gather": (True,)}[kind]
     simulated, total = {}, 0.0  # equal rounds are simulated once
     for back in halves:
-        for rounds in messages(routes, [block] * len(routes), back=back):
-            key = rounds.messages
+        for equal_rounds in messages(routes, [block] * len(routes), back=back):
+            key = equal_rounds.messages
             if key not in simulated:
-                simulated[key] = _round(routes[0], rounds, network, group)
-            total += rounds.times * simulated[key]
+                simulated[key] = _round(routes[0], equal_rounds, network, group)
+            total += equal_rounds.times * simulated[key]
     return total
 
 
 def _round(route: Route, each: Round, network: Network, group: Group) -> float:
-    """Returns the seconds of one round, in which every device sends each of its messages `step`
-    devices on in its own group."""
+    """Returns the seconds of one round, in which every device sends each of the round's messages to
+    the device that is `message.step` further on in its own group."""
     if not each.messages:
         return 0.0
     return network.round(
         [
-            (destinations(route.shape, m.step, network.devices, group), m.bytes)
-            for m in each.messages
+            (destinations(route.shape, message.step, network.devices, group), message.bytes)
+            for message in each.messages
         ]
     )
 
@@ -251,18 +259,20 @@ def _round(route: Route, each: Round, network: Network, group: Group) -> float:
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """Returns for each device, [devices], the number of the one that is `step` further on in its
-    own group. The group is a box of this shape, and steps wrap round in each dim."""
+    """Returns for each device, [devices], the number of the device that is `step` further on in its
+    own group. The group is a box of this `shape`; `step` has a distance for each dim of the box, in
+    which it wraps round."""
     here = np.arange(devices)
     place = here // group.stride % group.size  # of each device in its group
-    at = np.unravel_index(place, tuple(shape))
+    at = np.unravel_index(place, tuple(shape))  # its coordinates in the box
     moved = tuple((a + s) % length for a, s, length in zip(at, step, shape, strict=True))
     return here + (np.ravel_multi_index(moved, tuple(shape)) - place) * group.stride
 
 
 @functools.lru_cache(maxsize=256)
 def _tables(name: str, size: int) -> Tables | None:
-    """Returns the tables of an algorithm for this number of devices; None if it does not fit."""
+    """Returns the tables of the algorithm `name` of `makers` for this number of devices; None if
+    the algorithm does not fit it."""
     maker = dict(makers(size)).get(name)
     return maker() if maker else None
 

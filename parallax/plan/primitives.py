@@ -69,7 +69,8 @@ def operations(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "dot_general":
         (over, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left.shape[dim] for dim in over)
-    kernel = eqn.params["dimension_numbers"].rhs_spec  # of outputs, inputs, then space
+    # The dims of the kernel: its outputs, which are no terms of a sum, then its inputs and space.
+    kernel = eqn.params["dimension_numbers"].rhs_spec
     terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
     # The transpose of a strided convolution reads its input with zeros between the numbers, and
     # does not multiply those.
@@ -83,7 +84,7 @@ def is_product(eqn: JaxprEqn) -> bool:
         return eqn.params["cost_estimate"] is not None
     if eqn.primitive.name != "dot_general":
         return eqn.primitive.name in PRODUCTS
-    # One operand must have a dim that is neither summed over nor a batch dim.
+    # An operand must have a dim that is neither summed over nor a batch dim; vectors have none.
     (over, _), (batched, _) = eqn.params["dimension_numbers"]
     return any(len(each.shape) > len(over) + len(batched) for each in jaxprs.types(eqn.invars))
 

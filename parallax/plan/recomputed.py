@@ -1,5 +1,9 @@
 """The parts of a layer that are kept for its backward pass, and those that the backward pass
-computes or gathers again, under a layout's `remat`."""
+computes or gathers again, under a layout's `remat`.
+
+`remat` is "none", or names what is computed again: "gathers", "attention", all but the "products"
+(the results of matmuls with weights), a whole layer ("block"), or a whole "stage" of a pipeline.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -14,10 +18,10 @@ class Recomputed(NamedTuple):
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
         keeps_scores: whether attention's weights (of queries and keys) are kept.
         gathers: all-gathers over devices per layer that the backward pass runs again.
-        sums: sums over devices per layer that it runs again.
+        sums: sums over devices per layer that the backward pass runs again.
         matmuls: whether it runs the matmuls with weights again.
-        scores: the share of attention's matmuls that it runs again: a half if their result is kept,
-            and only the scores are not.
+        scores: the share of attention's matmuls that it runs again: a half if attention's result is
+            kept, and only the scores are not.
         passes: the share of a layer's results, between matmuls, that it computes again.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
@@ -34,10 +38,11 @@ class Recomputed(NamedTuple):
 
     def products(self, layers: int, last: float) -> float:
         """Returns the share of the matmuls with weights that the backward pass runs again, in a
-        stage of `layers` layers.
+        stage of `layers` layers; 0 if it runs none again.
 
-        The last matmul of what runs again, a layer or the whole stage, is left out: its result is
-        the input of the next one, which is kept there. It is a share `last` of a layer's matmuls.
+        The last matmul of each layer, or of the whole stage if that runs again, is left out: its
+        result is the input of the next layer or stage, which keeps it. `last` is the share of this
+        matmul among those of a layer.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

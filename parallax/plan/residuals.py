@@ -4,9 +4,11 @@ gradient hands on to the weights' gradients.
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. By these estimates
 the search drops layouts that cannot fit, before it traces a step.
 
-Legend: b sequences of a microbatch, T tokens, D width, H heads, A = b T D numbers, S = b H T^2
-numbers, t tensor devices. `short` is the bytes of a number in 16-bit precision, and `kernel` says
-whether attention runs in a kernel that keeps no scores.
+Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
+activation), S = b H T^2 numbers (scores), t tensor devices. `short` is the bytes of a number in
+16-bit precision, and `kernel` says whether attention runs in a kernel that keeps no scores. A
+`Layer` has the widths `queries`, `keys` and `hidden`, and in `column_parallel` the numbers for each
+token in the results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits.
@@ -52,8 +54,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """Returns the sizes of a microbatch on a device; `short` is the bytes of a number in a short
-    precision."""
+    """Returns the sizes of a microbatch on a device."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T
@@ -71,10 +72,11 @@ def everything(
     """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
     scores with remat `attention`.
 
-    Norms keep four activations, two of them in float32, and four numbers per token. Column-parallel
-    layers keep their inputs. Attention keeps q, k, v and its result. GELU or SwiGLU keeps some
-    arrays of the feed-forward's width. The softmax keeps its result in both types, and two numbers
-    per row. With a `kernel`, or over a context axis, no scores are kept.
+    The two norms keep four activations, two of them in float32, and four numbers per token.
+    Column-parallel layers keep their inputs. Attention keeps q, k, v and its result. GELU or SwiGLU
+    keeps some arrays of the feed-forward's width. The softmax keeps its result in float32 and in
+    the type of the computation, and two numbers per row. With a `kernel`, or over a context axis,
+    no scores are kept.
     """
     size, b, T = (
         sizes(config, layout, batch, short),
@@ -82,8 +84,10 @@ def everything(
         config.context // layout.context,
     )
     layer = layer_of(config)
+    # A gated feed-forward has two input matrices.
     results = results_of_gelu() if layer.inputs == 1 else RESULTS_OF_SWIGLU
-    # q and attention's result, k and v, and the feed-forward's arrays, for each token.
+    # q and attention's result, k and v, and the feed-forward's arrays: the numbers for each token.
+    # A device has `size.split / config.width` times as many.
     numbers = 2 * (layer.queries + layer.keys) + results * layer.hidden
     # The norms' four activations, and the inputs of the two column-parallel layers.
     kept = (
@@ -94,7 +98,7 @@ def everything(
     kept += 4 * FLOAT * b * T / layout.token_shards  # the norms' numbers for each token
     rows = FLOAT * b * config.heads * T / layout.tensor  # one number for each query and head
     scores = (FLOAT + size.narrow) * size.scores + 2 * rows
-    if layout.context > 1:
+    if layout.context > 1:  # ring attention keeps one number for each row, and no scores
         return kept + rows
     keeps_scores = recomputed(layout).keeps_scores and not kernel
     return kept + keeps_scores * scores
@@ -102,8 +106,9 @@ def everything(
 
 @functools.cache
 def results_of_gelu() -> int:
-    """Returns the number of arrays of its input's size that JAX keeps of a GELU and for the matmul
-    after it: six in JAX 0.10, five in 0.12. Counts the residuals of two layers in a scan."""
+    """Returns the number of arrays, each of the size of its input, that JAX keeps for the backward
+    pass of a GELU and of the matmul after it: six in JAX 0.10, five in 0.12. It is read from the
+    residuals of a scan over two such layers."""
     x, weights = (
         jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
         jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
@@ -118,7 +123,8 @@ def results_of_gelu() -> int:
     kept = jax.tree.leaves(
         jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights)
     )
-    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)  # x of both layers, stacked
+    # Arrays of the shape of x, [7, 5] in a batch of 2, stacked for both layers.
+    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
 
 
 def layer(
@@ -129,6 +135,8 @@ def layer(
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
+        # The layer's input, attention's output before its sum over tensor devices, and the results
+        # of the column-parallel matmuls. No gradient needs the result of the last matmul.
         products = layer_of(config).column_parallel / config.width * size.split
         return size.narrow * (size.stream + size.whole + products)
     if keeps == "inputs":
@@ -137,15 +145,17 @@ def layer(
 
 
 def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number:
-    """Returns the bytes that the input's gradient of a layer hands on to the job for the weights'
-    gradients, if nothing is computed again.
+    """Returns the bytes that the job for a layer's input gradient hands on to the job for the
+    gradients of its weights, if nothing is computed again.
 
-    These are the cotangents of its four matmuls, and the gradients of norms and biases. In a GPT-2
-    the cotangents are 3 + 4 arrays of width D, split over the tensor devices, and two whole ones.
+    These are the cotangents of the results of its matmuls, and the gradients of norms and biases.
+    In a GPT-2 the cotangents are 3 + 4 arrays of width D, split over the tensor devices, and two
+    whole ones, those of the row-parallel matmuls.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel
     of_tokens = products / D * size.split + 2 * size.whole
+    # Biases of column-parallel matmuls are split. Two norms have 4 D, the two other biases 2 D.
     return size.narrow * (of_tokens + products / layout.tensor + 6 * D)
 
 
@@ -155,7 +165,7 @@ def at_least(
     """Returns a lower bound of the bytes that a step needs besides its arguments: those that the
     layers keep for all microbatches in flight."""
     slots = jobs(layout).slots if layout.pipelined else 1
-    if recomputed(layout).whole_stage:
+    if recomputed(layout).whole_stage:  # a slot has only the stage's input
         size = sizes(config, layout, batch, short)
         return slots * size.narrow * size.stream
     layers = config.layers // (layout.stage * layout.chunks)

@@ -1,8 +1,8 @@
-"""The time of a traced step: the seconds of its products, its memory and its messages, and the
-slowest of the three.
+"""The time of a traced step: the seconds of its products (matmuls), its memory and its messages,
+and the slowest of the three.
 
 The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
-bytes of its result on a device.
+bytes of its result on a device. `n` is the number of devices along its axes.
 """
 
 import math
@@ -59,6 +59,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
     network. The other collectives take the time of a formula.
     """
+    # The seconds of products at the peak rate; large products reach `efficiency` of that rate.
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
     products, passes = (
         ideal / hardware.efficiency,
@@ -73,6 +74,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
             calls.setdefault(message.axes[0], []).append(call)
         else:
+            # A fast link, if the range of device numbers in a group fits into a fast domain.
             hop = hardware.link(span(trace.mesh, message.axes))
             taken = times * cost.seconds(_cost(message, trace.mesh), hop)
             along[message.axes] = along.get(message.axes, 0.0) + taken
@@ -85,8 +87,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     """Returns the range of device numbers in a group along `axes`: the last minus the first, plus
-    1. The last axis of the mesh runs fastest. A group fits into a fast domain of at least so many
-    devices."""
+    1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
+    devices for the group to fit into it."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
@@ -109,10 +111,11 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks; the other collectives of `jax.lax` cost as much as halving.
+    n - 1 blocks of size / n bytes; the other collectives of `jax.lax` cost as much as halving.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and bytes
-    added to others. No message here waits for another one, so `chain` is 1.
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and received
+    bytes that are added to others. The messages of an all-to-all do not wait for each other, so the
+    longest chain of messages that wait, `chain`, is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

@@ -1,7 +1,8 @@
 """Counts the work of a pipeline's jobs F, I, W and of its head: the floating-point operations of
 the matmuls in their traces.
 
-Legend: F a chunk's forward pass, I the input's cotangent, W the gradients of its weights.
+Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients of its weights. A
+chunk is one of the parts of the model's layers that a stage has.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from parallax.schedule import Schedule
 
 
 class StageWork(NamedTuple):
-    """Operations in matmuls, of one microbatch on one device: 2 for each term of each sum.
+    """Operations in matmuls, for one microbatch on one device: 2 for each term of each sum.
 
     Attributes:
         forward: operations of F for one chunk.
@@ -61,8 +62,9 @@ def stage_work(
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
     The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
-    arguments are those of `pipeline.value_and_grad`, and `in_specs` those of its `mesh.spmd`. I + W
-    equals the whole backward pass: no matmul is computed twice.
+    arguments of `stage_work` are those of `pipeline.value_and_grad`, and `in_specs` is that of the
+    `mesh.spmd` around the pipeline. I and W together have the operations of the whole backward
+    pass: no matmul is counted twice.
     """
     functions = Functions(embed, stage, head, blocks, trainable)
 
@@ -72,9 +74,10 @@ def stage_work(
         arrays, static = eqx.partition(params, trees.is_array)
 
         def traced(arrays, batch):
-            """Adds the operations of F, I, W and the head to `counts`, and returns nothing.
+            """Adds the operations of F, I, W and the head to `counts`, and returns no array.
 
-            `in_halves` splits the backward pass into I and W, also for a schedule that does not.
+            `in_halves` splits the backward pass into I and W, also if the schedule does not. `send`
+            would choose how stages send activations, which matters to no matmul.
             """
             params = eqx.combine(arrays, static)
             jobs = Jobs(
@@ -84,7 +87,7 @@ def stage_work(
                 in_halves=True,
             )
             for name in ("forward", "backward", "weight", "head"):
-                # The traced program of the job.
+                # `programs[name].program` is the jaxpr of the job.
                 counts.append(_products(opened(jobs.programs[name].program)))
             return ()
 

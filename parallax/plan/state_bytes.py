@@ -1,8 +1,9 @@
 """Counts the parameters, optimizer state and inputs of a decoder on one device under a layout. The
 rules of the model tell how its arrays are split, so no device is needed.
 
-Legend: L layers, D width, V rows of the vocabulary, P stages, v chunks, t tensor devices, n
-replicas. A leaf is one array of the model; its share is the part that ZeRO leaves on a device.
+Legend: L layers, v chunks, n devices over which ZeRO splits. A leaf is one array of the model; its
+share is the part that ZeRO leaves on a device. A *rule* is a function from a leaf's path and shape
+to its `PartitionSpec`, or to None for a leaf that is whole on each device.
 """
 
 import functools
@@ -24,10 +25,10 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: its path in the model, such as "blocks.mlp.up.weight".
-        elements: numbers on a device, before the replicas split them.
-        share: numbers on a device if the replicas split the array (ZeRO): 1/n of `elements`, or all
-            of them if no dim divides.
-        axes: the axes that split the array, without those of the replicas.
+        elements: numbers on a device, before ZeRO splits them over replicas.
+        share: numbers on a device after that: 1/n of `elements`, or all of them if no dim divides
+            by n.
+        axes: the axes that split the array, without those over which ZeRO splits it.
     """
 
     path: str
@@ -67,9 +68,10 @@ def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
-    """Returns the model's arrays on a device, where `data` counts the replicas that split them."""
-    # Only the rules matter here. Any stage of ZeRO splits a leaf in the same dim, and a pipeline
-    # needs a multiple of its stages as microbatches.
+    """Returns the model's arrays on a device. `data` is the number of devices over which ZeRO
+    splits them, 1 without ZeRO."""
+    # Only the rules of this layout matter. All stages of ZeRO split a leaf in the same dim, so
+    # ZeRO-1 stands for them. A pipeline must have a multiple of its stages as microbatches.
     layout = Layout(
         data=data,
         stage=stage,
@@ -78,7 +80,7 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
         microbatches=stage,
         zero=1 if data > 1 else 0,
     )
-    # The specs of a whole leaf, and of one that the replicas split too.
+    # The rule without ZeRO, and the rule that also splits leaves over `data`.
     rule, shared = recipe.rules_of(family_of(config), layout)
     found = []
     for path, shape in shapes(config, chunks if layout.pipelined else None):
@@ -93,7 +95,8 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
 
 
 def parameter_bytes(config: Config, layout: Layout, *, itemsize: int = 4) -> int:
-    """Returns the bytes of the parameters on a device, `itemsize` bytes for each number."""
+    """Returns the bytes of the parameters on a device, `itemsize` bytes for each number. With
+    ZeRO-3 a device has only its shares of them."""
     return itemsize * sum(
         leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
     )
@@ -106,8 +109,8 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Returns the bytes of the optimizer's state on a device, if it acts element by element, for
-    parameters of `itemsize` bytes each."""
+    """Returns the bytes of the optimizer's state on a device, for parameters of `itemsize` bytes
+    each. The optimizer acts element by element. With ZeRO a device has the state of its shares."""
     bytes_per_parameter, rest = _state(optimizer, itemsize)
     return (
         bytes_per_parameter
@@ -119,7 +122,8 @@ def optimizer_bytes(
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
     """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
-    numbers, such as a step count. They are read from its state for one array of 64 parameters."""
+    numbers, such as a step count. They are read from its state for one array of 64 parameters: the
+    state's arrays of 64 numbers are for each parameter."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]

@@ -7,7 +7,8 @@ compiled, and the devices need not exist.
 The program is walked once. The operations of products and the bytes of messages equal those of the
 compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
 result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program, and a `Buffer` its memory.
+program, and a `Buffer` its memory; its `root` is the value before reshapes. A `Message` is one kind
+of collective: its kind, axes, bytes of its result, and source line.
 """
 
 from collections import Counter
@@ -35,7 +36,7 @@ class Trace(NamedTuple):
     Attributes:
         mesh: the size of each axis.
         operations: floating-point operations of products, by the type of their operands.
-        lines: the same, by the line of the caller's source.
+        lines: the same operations, by the line of the caller's source.
         read: bytes that operations read from memory, after fusion.
         written: bytes that they write to it.
         messages: the number of calls of each collective.
@@ -103,20 +104,22 @@ def trace(
     Raises:
         ValueError: the step is not mapped over `mesh`.
     """
-    plain = jax.tree.map(
+    plain = jax.tree.map(  # without shardings
         _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
     closed = eqx.filter_make_jaxpr(step)(*plain)[0]
     jaxpr = jaxprs.opened(closed)
     _check(jaxpr, dict(mesh.shape))
     platform = platform or (hardware.platform if hardware is not None else "other")
+    # The copies that the platform's compiler makes.
     habits = compiler_copies.backend(platform, hardware.name if hardware is not None else "")
     reading = Reading(platform, habits)
     arguments = [_argument(var) for var in jaxpr.invars]
     # All results are needed, and each has one reader: the caller.
     results = reading.run(jaxpr, arguments, [True] * len(jaxpr.outvars), [1] * len(jaxpr.outvars))
     donated = _donated(jaxpr)
-    is_read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]  # jax.jit drops the others
+    # Whether each argument is read; `jax.jit` drops those that are not.
+    is_read = reading.needed(jaxpr, [True] * len(jaxpr.outvars))[0]
     kept = [
         (var, value.buffer)
         for var, value, needed in zip(jaxpr.invars, arguments, is_read, strict=True)
@@ -125,14 +128,16 @@ def trace(
     buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
     # Results with the donated buffers that they are written over, and the other results.
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
-    # Copies of donated arguments live from here until all results are written.
+    # Copies of donated arguments live from here until all results are written: one operation makes
+    # them, and one after the results reads them.
     copied = compiler_copies.first(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
     reading.emit(Operation((), copied))
     buffers = [reading.hold(value) for value in results]
     reading.emit(Operation(copied))
-    # A result that is an argument itself has no buffer of its own.
+    # A result that is an argument itself has no buffer of its own. The others are `fixed`: they do
+    # not count as temporaries.
     given = set(buffer_of.values())
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
@@ -171,7 +176,8 @@ def _argument(var: Any) -> Value:
 
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables that a jitted function of the program may write over (`donate`)."""
+    """Returns the variables of the arrays that are donated to a jitted function of the program,
+    which may write over them."""
     marked = [
         (eqn.invars, eqn.params["donated_invars"])
         for eqn in jaxpr.eqns
@@ -211,16 +217,16 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
-            "plan.trace needs a step that runs under mesh.spmd, since that says what each device "
-            "has; this one has no map. Wrap it: mesh.spmd(step, mesh=mesh, in_specs=..., "
-            "out_specs=...)."
+            "plan.trace needs a step that runs under mesh.spmd, whose specs say what each device "
+            "has; this step contains no shard_map. Wrap it: mesh.spmd(step, mesh=mesh, "
+            "in_specs=..., out_specs=...)."
         )
     for eqn in maps:
         over = dict(eqn.params["mesh"].shape)
         if over != sizes:
             raise ValueError(
                 f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass "
-                "that one."
+                "the mesh of the step."
             )
 
 
@@ -284,8 +290,8 @@ def report(trace: Trace, *, rows: int = 8) -> str:
 
 
 def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
-    """Returns the lines of the `rows` collectives that move most bytes. Those of one source line,
-    kind and axes are one row: total bytes, calls, and the bytes of the largest result."""
+    """Returns the lines of the `rows` collectives that move most bytes. Collectives of the same
+    axes, kind and source line are one row: total bytes, calls, and bytes of the largest result."""
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
@@ -303,7 +309,8 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
-    """Returns two lines on the time of a step: without overlap, and with full overlap."""
+    """Returns two lines on the time of a step: without overlap, and with full overlap, in which the
+    slowest of products, memory and messages decides."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

@@ -17,8 +17,8 @@ FORM = (
 
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Runs the file that `program` names, calls its function with the mesh `world`, and returns the
-    step and the shapes of its arguments.
+    """Runs the file that `program` names, a text such as "path/to/file.py:function", and calls the
+    function with the mesh `world`. Returns the step and the shapes of the step's arguments.
 
     Raises:
         ValueError: there is no such file, or no such function in it, or it returns something else.
