@@ -32,7 +32,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` name (by default those of the process), and prints its
-    result. Returns the exit status: 2 for a wrong request, whose error goes to stderr.
+    result. Returns the exit status: 0, or 2 for a wrong request, whose error goes to stderr.
     """
     options = parser().parse_args(arguments)
     try:

@@ -111,7 +111,7 @@ def test_prints(arguments, words, capsys):
         ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
         (
             "plan --mesh data=8",
-            "Name the file, as in `plan path/to/file.py:function --mesh data=8`",
+            "file, as in `plan path/to/file.py:function --mesh data=8`",
         ),
         ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),

@@ -1,1 +1,1 @@
-"""The commands of the command line: each file adds its options to the parser and runs."""
+"""The commands of the command line. Each file adds commands to the parser, and runs them."""

@@ -8,7 +8,9 @@ from parallax.commands.options import add_command, layout_of, model, use_cpus
 
 
 def add_checks(commands: Any) -> None:
-    """Adds the commands `compare` and `bisect` to argparse's `commands`, with their options."""
+    """Adds the commands `compare` and `bisect` to argparse's `commands`, with their options and the
+    functions that run them.
+    """
     add_command(
         commands,
         "compare",
@@ -34,7 +36,8 @@ def add_checks(commands: Any) -> None:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Returns a table of the plan's predictions beside the values of the compiled step.
+    """Returns a table of the plan's predictions beside the values of the compiled step. The step is
+    compiled for virtual CPU devices and not run.
 
     Raises:
         ValueError: the layout does not fit.
@@ -88,19 +91,21 @@ def first_difference(options: argparse.Namespace) -> str:
     chosen = model(options)
     layout = layout_of(options, chosen.config, options.devices)
     _check_files(options)
-    # Load the record first: a wrong file is refused before anything is compiled.
+    # The record is loaded first, so a wrong file is refused before anything is compiled.
     reference = bisect.load(options.record) if options.record else None
     use_cpus(layout.devices)
     jax.config.update("jax_enable_x64", True)  # in float64, rounding is far below a mistake
     generator = np.random.default_rng(0)
     shape = (options.batch, chosen.config.context + 1)
     windows = generator.integers(0, chosen.config.vocabulary, shape).astype(np.int32)
-    # Not AdamW: where a gradient is 0, as for the bias of keys, it would divide the rounding error
-    # by itself, and so report a large difference.
+    # Not AdamW: where a gradient is 0 but for rounding, as for the bias of keys, it would divide
+    # the rounding error by its own size, and the report would show a large difference.
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
-        """Returns the training step of a layout, and its arguments, as `bisect.record` needs."""
+        """Returns the training step of a layout, and its arguments, as `bisect.record` needs them:
+        the state and the windows.
+        """
         train_step = decoder.train_step(
             chosen.family,
             chosen.config,
@@ -115,7 +120,8 @@ def first_difference(options: argparse.Namespace) -> str:
 
     if reference is None:
         reference = bisect.record(lambda: run(Layout()))
-    # A device's loss is the mean over its own sequences and, with a context axis, its own tokens.
+    # A device's loss is the mean over its own sequences (`rows`) and, with a context axis, over its
+    # own tokens (`means`); the record joins the devices' losses accordingly.
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)

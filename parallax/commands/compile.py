@@ -36,7 +36,8 @@ def add_compile(commands: Any) -> None:
 
 
 def compile_for(options: argparse.Namespace) -> str:
-    """Returns the report of a step that is compiled for `--target`.
+    """Returns the report of a step that is compiled for `--target`; writes the files of `--trace`,
+    `--picture` and `--text`.
 
     Raises:
         ValueError: the layout does not fit the model or the machine, or the step does not fit the
@@ -65,7 +66,7 @@ def compile_for(options: argparse.Namespace) -> str:
     if options.text:
         Path(options.text).write_text(program.text, encoding="utf-8")
     batch = options.islands * options.batch
-    operations = None  # without a formula for the family, the report has no share of peak
+    operations = None  # there is a formula for a GPT-2 only; else the report has no share of peak
     if not options.model.startswith("llama"):
         operations = plans.model_flops(chosen.config, batch)
     table = report.table(program, operations=operations, timeline=timeline)
@@ -75,7 +76,8 @@ def compile_for(options: argparse.Namespace) -> str:
 
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
     """Returns the training step on the devices of `target`, and the shapes of its arguments, the
-    state and the windows. Raises `ValueError` if the islands or the layout do not fit.
+    state and the windows. With several islands, each has the layout and the batch of the options.
+    Raises `ValueError` if the islands or the layout do not fit.
     """
     import jax
     import jax.numpy as jnp

@@ -27,7 +27,12 @@ FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "
 
 
 class Model(NamedTuple):
-    """The family of a decoder and its sizes."""
+    """A decoder.
+
+    Attributes:
+        family: its `models.family.Family`.
+        config: its sizes, a configuration of that family.
+    """
 
     family: Any
     config: Any
@@ -53,7 +58,7 @@ def add_command(
     """Adds a command, and the options that all commands share; returns the command's parser.
 
     `run` is called with the parsed options, and returns the text to print. `words` describe the
-    command; `model` and `batch` are defaults of its options.
+    command in its help; `model` and `batch` are defaults of its options.
     """
     command = commands.add_parser(name, help=words, description=words, formatter_class=Help)
     command.set_defaults(run=run)
@@ -119,7 +124,7 @@ def model(options: argparse.Namespace) -> Model:
     """
     from parallax.models import gpt2, llama
 
-    family, constant = MODELS[options.model]
+    family, constant = MODELS[options.model]  # `constant`: the configuration's name, or ""
     module = {"gpt2": gpt2, "llama": llama}[family]
     without_constant = {
         "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -154,8 +159,8 @@ def chip_of(options: argparse.Namespace) -> Any:
 def layout_of(
     options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
 ) -> Any:
-    """Returns the `Layout` of `--layout`, after a check that it fits the model, the batch and the
-    number of devices, which may be None.
+    """Returns the `Layout` of `--layout`, after a check that it fits the model, the batch and
+    `devices`, the number of devices. If `devices` is None, any number fits.
 
     Raises:
         ValueError: the layout does not fit. The message proposes flags that fit; they do not change
@@ -168,7 +173,8 @@ def layout_of(
     if devices is not None:
         sizes["devices"] = devices
     fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
-    # The functions that write a size, and a proposed change, as flags of the command.
+    # `Wording` has the functions by which an error writes a size, and a change that it proposes, as
+    # flags of the command.
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
     return Layout.parse(options.layout or "", sizes, wording)
 
@@ -184,15 +190,15 @@ def flag(name: str, value: Any) -> str:
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags of a proposal: one for each field in `change`. The first argument, the
-    fields that the user has written, is not used.
+    """Returns, for an error that proposes `change`, a flag for each of its fields. The first
+    argument, the fields that the user has written, is not used.
     """
     return " ".join(flag(name, value) for name, value in change.items())
 
 
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags of a proposal: `--layout` with the fields that the user has `written`,
-    updated by those of `change`; and a flag for each size in `change`.
+    """Returns, for an error that proposes `change`, the flags to use: `--layout` with the fields
+    that the user has `written`, updated by those of `change`; and a flag for each size in `change`.
     """
     from parallax import validate
 

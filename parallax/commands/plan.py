@@ -83,8 +83,8 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Returns the plan of one layout, the result of a search for the best layouts, or the plan of a
-    step in a file.
+    """Returns the plan of a step in a file if there is a file or `--mesh`, else the plan of
+    `--layout`, else the result of a search for the best layouts.
 
     Raises:
         ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
@@ -131,9 +131,10 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     for name in ("devices", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
-    # The functions that write a value, and a proposed change, as flags of this command.
+    # `Wording` has the functions by which an error writes a value, and a change that it proposes,
+    # as flags of this command.
     wording = validate.Wording(flag, precision_flag)
-    # Only to refuse an unknown precision, with a message that names the flag.
+    # Its result is not used: it refuses an unknown precision, with a message that names the flag.
     Layout.parse(f"precision={options.precision}", wording=wording)
     plans = layouts.search(
         config,
@@ -152,7 +153,9 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
-    """Returns True if attention keeps no scores, or None to plan the recipe's own attention."""
+    """Returns True with `--attention-kernel`, for attention that keeps no scores; None without, for
+    the attention that the recipe uses on the chip.
+    """
     return options.attention_kernel or None
 
 
@@ -167,9 +170,9 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
 
     if options.program is None:
         raise ValueError(
-            f"--mesh {options.mesh} is the mesh of a step in a file. Name the file, as in "
-            f"`plan path/to/file.py:function --mesh {options.mesh}`, "
-            f"or use --layout {options.mesh} for a model of --model."
+            f"--mesh {options.mesh} applies only to a step in a file, and no file is named. Name "
+            f"the file, as in `plan path/to/file.py:function --mesh {options.mesh}`, or use "
+            f"--layout {options.mesh} for a model of --model."
         )
     if options.mesh is None:
         raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")
@@ -180,7 +183,7 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
 
 
 def failures(options: argparse.Namespace, devices: int) -> str:
-    """Returns the best interval between checkpoints, or nothing without a rate of failures.
+    """Returns a text about the best interval between checkpoints; "" without a rate of failures.
 
     Raises:
         ValueError: the rate is negative.

@@ -18,12 +18,12 @@ def bytes_by_kind(
     """Returns the bytes of each kind and their sum, as a table with a column for each of the
     `plans`.
 
-    With a `path`, also draws a picture there: a stacked bar for each plan.
+    With a `path`, the function also draws a stacked bar for each plan there.
 
     Args:
         plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
-        counted: says which bytes these are, such as `"sent in a step"`.
+        counted: words for the bytes that are counted, such as `"sent in a step"`.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -46,7 +46,7 @@ def traffic(
     """Returns a table of the bytes that a device sends in a step along each axis or set of axes,
     with the most bytes first.
 
-    With a `path`, also draws a picture there: a bar for each.
+    With a `path`, the function also draws a bar for each of them there.
 
     Args:
         sent: bytes by axes, such as `plan.Plan.sent`, or the entries of `certificate.read`.
@@ -57,6 +57,7 @@ def traffic(
     """
     is_by_axes = isinstance(sent, Mapping)
     sizes = sent.items() if is_by_axes else [(entry.axes, entry.bytes) for entry in sent]
+    # `axes` is a name or a tuple of names; several entries may have the same axes.
     by_name: dict[str, Number] = {}
     for axes, size in sizes:
         name = axes if isinstance(axes, str) else " x ".join(axes) or "no axis"
@@ -77,7 +78,7 @@ def _stacked_bars(
 ) -> None:
     """Draws a stacked bar for each plan, with a box for each kind of bytes and the total on top."""
     totals = [sum(plan.values()) for plan in plans.values()]
-    unit, name = canvas.scale(max(totals))
+    unit, name = canvas.scale(max(totals))  # the unit in bytes, and its name, such as "GB"
     width = max(1.3, 0.085 * max(map(len, plans)) + 0.3)  # inches per plan: room for its name
     picture = canvas.figure(max(4.6, width * len(plans) + 3.2), 4.4)
     axes = picture.add_subplot()
@@ -98,14 +99,14 @@ def _stacked_bars(
     axes.set(ylabel=f"{name} {counted}", xlim=(-0.6, len(plans) - 0.4))
     axes.margins(y=0.1)
     canvas.bare(axes, "top", "right")
-    # The legend reads from top to bottom as the boxes do.
+    # Reversed, so the legend has the kinds in the order of the boxes, from top to bottom.
     picture.legend(loc="outside right upper", frameon=False, fontsize=9, reverse=True)
     canvas.save(picture, path)
 
 
 def _bars(by_name: Mapping[str, Number], path: canvas.Path) -> None:
-    """Draws a horizontal bar for the bytes of each axis."""
-    unit, name = canvas.scale(max(by_name.values(), default=0))
+    """Draws a horizontal bar for the bytes along each axis or set of axes."""
+    unit, name = canvas.scale(max(by_name.values(), default=0))  # in bytes, and its name
     picture = canvas.figure(6.4, 0.5 * len(by_name) + 1.3)
     axes = picture.add_subplot()
     lengths = [size / unit for size in by_name.values()]
@@ -114,6 +115,6 @@ def _bars(by_name: Mapping[str, Number], path: canvas.Path) -> None:
     axes.bar_label(bars, [quantity(size, "B") for size in by_name.values()], padding=4, size=9)
     axes.set(xlabel=f"{name} that a device sends in a step", ylabel="along the axis")
     axes.margins(x=0.18)
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # the first bar is on top
     canvas.bare(axes, "top", "right")
     canvas.save(picture, path)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Path = str | os.PathLike[str]
-# Okabe and Ito's colours, which colour-blind readers tell apart, and a grey after them.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, followed by a grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
-GREY = "0.88"
+GREY = "0.88"  # a brightness; 1 is white
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -29,7 +29,8 @@ def save(picture: Any, path: Path) -> None:
     """Writes a figure to `path`, a PNG, SVG or PDF file. Equal figures give equal SVG files."""
     from matplotlib import rc_context
 
-    # A fixed salt and no date make the file depend on the figure alone; "none" keeps text as text.
+    # A fixed salt for the ids in the file, and no date, make the file depend on the figure alone.
+    # "none" writes text as text, not as outlines.
     metadata = {"Date": None} if str(path).endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
         picture.savefig(path, dpi=150, metadata=metadata)
@@ -41,7 +42,9 @@ def bare(axes: Any, *sides: str) -> None:
 
 
 def colour(k: int, count: int) -> Any:
-    """Returns colour k of `count`: from a short list, or from a colour map if there are more."""
+    """Returns colour k of `count` colours: from `COLOURS` if that has enough of them, else from a
+    colour map.
+    """
     if count <= len(COLOURS):
         return COLOURS[k]
     from matplotlib import colormaps
@@ -85,8 +88,9 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """Returns the largest unit that is not above `largest` bytes: its size in bytes and its
-    name."""
+    """Returns the largest of `UNITS` that is not above `largest` bytes: its size in bytes and its
+    name. Below 1 byte, the unit is the byte.
+    """
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 

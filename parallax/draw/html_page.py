@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallax.draw import canvas
 
-LONG = 160  # a longer line is prose, which wraps; shorter lines may be columns
+LONG = 160  # a text with a longer line is prose, which wraps; another text may be a table
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 STYLE = """
 :root { color-scheme: light dark; }
@@ -59,7 +59,9 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 
 
 def _html(part: str | Path, name: str) -> str:
-    """Returns a text, or a picture with its bytes, as HTML; `name` describes the picture."""
+    """Returns a text, or a picture with its bytes embedded, as HTML. `name`, the section's heading,
+    is the picture's description. Raises `ValueError` for another kind of picture.
+    """
     if isinstance(part, str):
         longest = max(map(len, part.splitlines()), default=0)
         wraps = ' class="wraps"' if longest > LONG else ""

@@ -20,12 +20,13 @@ def in_flight(
     backward: Cost | None = None,
     weight: Cost = 1,
 ) -> str:
-    """Returns a table of the microbatches whose residuals each stage holds in lockstep: the most,
-    and the mean over time.
+    """Returns a table of the number of microbatches whose residuals each stage holds: the most, and
+    the mean over time. The stages run in lockstep.
 
-    Residuals are held from the start of the forward job to the end of the last backward job, or of
-    the weight job if there is one. The residuals of one of v chunks count 1/v. With a `path`, the
-    function also draws a panel for each stage, as wide as `timeline`'s picture.
+    Residuals, which the backward pass needs, are held from the start of the forward job to the end
+    of the backward job, or of the weight job if there is one. The residuals of one of v chunks
+    count 1/v. With a `path`, the function also draws a panel for each stage, as wide as
+    `timeline`'s picture.
 
     Args:
         schedule: the schedule.
@@ -64,19 +65,20 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     """Returns the number of microbatches that one stage holds, from time 0 on. `spans` are the
     stage's jobs.
     """
-    last_lane = list(schedule.lanes)[-1]  # weight if there is one, else backward: frees residuals
+    # The lane whose jobs free residuals: weight if there is one, else backward.
+    last_lane = list(schedule.lanes)[-1]
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
     count, at_time = 0, {0.0: 0.0}
     # At equal times -1 sorts first: a job that begins takes the place of one that ends.
     for time, change in sorted(changes):
         count += change
-        at_time[time] = count / schedule.chunks
+        at_time[time] = count / schedule.chunks  # after the last change at this time
     return list(at_time.items())
 
 
 def _mean(curve: Curve, end: float) -> float:
-    """Returns the mean of a curve over the time from 0 to `end`."""
+    """Returns the mean of a curve, whose first time is 0, over the time from 0 to `end`."""
     stops = [time for time, _ in curve[1:]] + [end]
     spans = zip(curve, stops, strict=True)
     return sum(count * (stop - start) for (start, count), stop in spans) / end

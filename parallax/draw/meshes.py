@@ -11,7 +11,8 @@ from parallax.draw import canvas
 def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
     """Returns a table with the id of each device: the last axis in columns, the others in rows.
 
-    With a `path`, also draws a picture there, with a panel for each index of the first axes.
+    With a `path`, the function also draws the devices there. A panel is a square of the last two
+    axes, for one index of the axes before them.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -34,14 +35,15 @@ def _number(device) -> str:
 
 
 def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Path) -> None:
-    """Draws the devices: a panel for each index of the first axes, in it a square of devices by the
-    last two axes.
+    """Draws the devices: a panel for each index of the axes before the last two, with a table of
+    the devices along the last two axes.
 
-    `numbers` has the number of each device, [*mesh]. A mesh of one axis is drawn as one row.
+    `numbers` has the id of each device, as text, in an array of the mesh's shape; `names` are the
+    axes. A mesh of one axis is drawn as one row.
     """
-    if len(names) == 1:
+    if len(names) == 1:  # adds an axis of one row, without a name
         names, numbers = ["", *names], numbers[None]
-    panels = list(np.ndindex(numbers.shape[:-2]))
+    panels = list(np.ndindex(numbers.shape[:-2]))  # with two axes, one panel, of the index ()
     rows, columns = numbers.shape[-2:]
     across = min(len(panels), 4)
     down = -(-len(panels) // across)  # rounded up
@@ -56,6 +58,7 @@ def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Pat
         shade, axes = canvas.colour(k, len(panels)), subplots[k]
         cells = {place: (shade, number) for place, number in np.ndenumerate(numbers[index])}
         canvas.grid(axes, cells, row_names, [str(column) for column in range(columns)])
+        # The axes of the panels, which come first; zip leaves out the last two.
         fixed = [f"{name} {i}" for name, i in zip(names, index, strict=False)]
         axes.set_title(", ".join(fixed), size=9)
         axes.set_xlabel(names[-1], size=9)

@@ -18,7 +18,8 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shar
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
     """Returns a line of time for computing, and one for each set of axes. A character is a part of
-    the time: `#` if the row is busy nearly all of it, `+` for over half, and `.` for less.
+    the time: `#` if the row is busy for over 95% of it, `+` for over 50%, `.` for over 2%, and
+    otherwise a space. At the end of a line is the share of the whole time.
 
     With a `path`, the function also draws the lines there.
 
@@ -53,7 +54,9 @@ def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Returns the events by row: "compute" first, then the axes in the order of their messages."""
+    """Returns the events by row: "compute" first, then each set of axes, in the order of their
+    first messages.
+    """
     rows: dict[str, list[Event]] = {"compute": []}
     for event in events:
         rows.setdefault(event.row, []).append(event)
@@ -76,7 +79,9 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
 
 
 def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path) -> None:
-    """Draws each row as a grey line over the whole time, with a box for each event."""
+    """Draws each row as a grey line over the whole time, with a box for each event; times are in
+    milliseconds.
+    """
     picture = canvas.figure(12.0, 0.5 * len(rows) + 1.3)
     axes = picture.add_subplot()
     end = 1e3 * timeline.seconds

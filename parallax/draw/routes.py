@@ -1,8 +1,10 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
 All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
-device that is o places after the one that holds it. This *owner* has the block's sum over all
-devices in the end.
+device that is o places after the one that holds it. In the end this *owner* has the block's sum
+over all devices. A *term* is one device's part of the sum. In each round of a `Route`, `rounds[r]`
+has the messages: for each *step*, the distance that a message goes along each dim of the grid of
+devices, the offsets of the blocks in it.
 """
 
 import itertools
@@ -41,8 +43,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
-    """Yields the lines of a table: its sizes; then for each round its messages, and the blocks that
-    a device holds after it.
+    """Yields the lines of a table: its sizes; then, once before the first round and after each
+    round, the blocks that a device holds, each round with its messages before them.
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
@@ -58,14 +60,15 @@ def _lines(table: Route) -> Iterator[str]:
                 numbers = ", ".join(str(table.device_number(offset)) for offset in offsets)
                 distance = step[0] if len(step) == 1 else tuple(step)
                 moves.append(f"{numbers} go {distance} further")
-            yield f"round {r - 1}: {'; '.join(moves) or 'rests'}"
+            yield f"round {r - 1}: {'; '.join(moves) or 'rests'}"  # "rests": no messages
         terms = [f"{o}: {' '.join(map(str, sorted(blocks[o])))}" for o in sorted(blocks)]
         yield f"  holds  {'   '.join(terms)}"
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the number of its message, and the
-    block's offset before and after.
+    """Returns a triple for each block that is sent in round r: the number of its message in the
+    round, and the block's offset before and after it is sent. Offsets are numbered in row-major
+    order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -86,9 +89,9 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     yield blocks
     for r in range(len(table.rounds)):
         moves = _moves(table, r)
-        # A device sends as all others do, so it receives the same terms as it sends.
+        # All devices send alike, so a device receives the terms that it sends, at other offsets.
         sent = {before: blocks[before] for _, before, _ in moves}
-        # Copies of the sets: the caller has those of the round before.
+        # Blocks that are sent are no longer held. Copies of the sets: the caller has the old ones.
         blocks = {o: set(terms) for o, terms in blocks.items() if o not in sent}
         for _, before, after in moves:
             blocks[after] |= sent[before]
@@ -96,7 +99,7 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    """Draws a circle of devices for each round, or for several rounds with equal messages."""
+    """Draws a circle of devices for each group of `_equal_rounds`, in the order of the tables."""
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
@@ -112,8 +115,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields groups of consecutive rounds whose messages go the same steps. Rounds without a
-    message are left out.
+    """Yields groups of rounds with a message that follow each other and whose messages go the same
+    steps. Rounds without a message are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -121,8 +124,8 @@ def _equal_rounds(table: Route) -> Iterator[list[int]]:
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draws the devices in a circle, and an arrow for each message of `rounds`, which have the same
-    messages.
+    """Draws the devices in a circle, and an arrow for each message of a round. All `rounds` of the
+    group have arrows like the first; each step has its colour, paler from devices other than 0.
     """
     angles = [2 * math.pi * device / table.n for device in range(table.n)]  # clockwise from the top
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]

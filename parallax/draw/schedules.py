@@ -1,6 +1,9 @@
 """Draws a schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`.
 
-A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers.
+A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
+microbatch is *in flight* on a stage that holds its residuals. The *makespan* is the time of all
+jobs, and the *bubble* is the part of it in which a stage is idle. In a table of a lane, [ticks,
+stages], a job is microbatch * chunks + chunk, and -1 means idle.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,9 @@ POINT = 0.075  # the width in inches of a digit of size 8
 def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
-    """Returns one line of sizes, makespan, bubble and the most microbatches in flight."""
+    """Returns one line with the sizes of a schedule, its makespan, its bubble, and the largest
+    number of microbatches in flight on a stage.
+    """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
@@ -34,7 +39,7 @@ def summary(
 
 
 def text(schedule: Schedule) -> str:
-    """Returns the tables as text: a column for each tick, and a line for each lane of each stage.
+    """Returns a schedule as text: a column for each tick, and a line for each lane of each stage.
 
     A cell is a microbatch (with chunks, microbatch.chunk), or a dot if the stage is idle. The
     second line names the lanes that run on any stage in a tick; a change marks a new phase.
@@ -47,7 +52,7 @@ def text(schedule: Schedule) -> str:
     lines = [["tick", *map(str, range(schedule.ticks))], ["runs", *running]]
     for s in range(schedule.stages):
         for lane, table in schedule.lanes.items():
-            # A job's number is microbatch * chunks + chunk. Idle is -1, so its microbatch is -1.
+            # As divmod(-1, chunks) is (-1, chunks - 1), an idle stage has the microbatch -1.
             jobs = [divmod(job, schedule.chunks) for job in table[:, s].tolist()]
             cells = [job_name(m, c, schedule.chunks) if m >= 0 else "." for m, c in jobs]
             lines.append([f"stage {s} {names[lane]}", *cells])
@@ -71,8 +76,8 @@ def timeline(
     colour for each lane and a shade for each chunk.
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
-    shows the most microbatches that each stage holds. Jobs run in lockstep. Above the picture is
-    `title`, such as the schedule's name, and the summary.
+    shows the most microbatches that each stage holds. Stages run in lockstep. Above the picture
+    stand `title`, such as the schedule's name, and the summary.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -103,7 +108,7 @@ def timeline(
                     middle, number = (job.start + job.stop) / 2, str(job.microbatch)
                     canvas.label(axes, middle, job.stage, number, color=canvas.ink(shade))
     axes.set(xlim=(0, end), ylim=(P - 0.5, -0.5), ylabel="stage", yticks=range(P))
-    # Without a weight lane, the third letter and cost are left out.
+    # Without a weight lane, there are two lanes, and the third letter and cost are left out.
     named = zip(_letters(schedule).values(), costs, strict=True)
     units = ", ".join(f"{letter} {cost:g}" for letter, cost in list(named)[: len(schedule.lanes)])
     axes.set_xlabel(f"time; one microbatch through a whole stage takes {units}")
@@ -119,15 +124,17 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Returns the width of a picture of `spans`, from 6 to 22 inches; up to 22, the shortest job
-    has room for its number.
+    """Returns the width of a picture of `spans`, from 6 to 22 inches. If 22 inches are enough, the
+    shortest job is at least 0.24 inches wide, and has room for its number.
     """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
 
 
 def _letters(schedule: Schedule) -> dict[str, str]:
-    """Returns the letter of each lane: F, B and W. With a weight lane, the backward lane is I."""
+    """Returns the letter of each lane: F, B and W. With a weight lane, a backward job computes only
+    the gradient of its input, and its letter is I.
+    """
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
@@ -141,6 +148,6 @@ def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """Returns the lane's colour as red, green and blue, paler for later chunks."""
-    pale = 0.6 * chunk / max(chunks - 1, 1)
+    pale = 0.6 * chunk / max(chunks - 1, 1)  # the share of white: 0 for the first chunk
     red, green, blue = (channel + (1 - channel) * pale for channel in COLOURS[lane])
     return red, green, blue

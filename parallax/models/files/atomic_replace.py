@@ -3,8 +3,9 @@ model that can be read.
 
 The new files are written into a folder of their own, and synced. Then the file `last` is removed;
 no reader accepts a folder without that file. Then the other files are replaced, and the new `last`
-is moved in at the end. An error on the way restores the old files. If the process is killed, the
-folder is left without `last`, with the old files in `.saving/old`; the next save removes them.
+is moved in at the end. An error on the way restores the old files. If the process is killed on the
+way, the folder is left without `last`, with the old files in `.saving/old`; the next save removes
+them.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         new.mkdir(parents=True)
         old.mkdir()
         yield new
-        for file in (*new.iterdir(), new):  # on the disk before an old file is touched
+        # New files reach the disk, and then their names, before an old file is touched.
+        for file in (*new.iterdir(), new):
             _files.sync(file)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
@@ -51,9 +53,11 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
-    """Moves the old files from `folder` to `old`, and the files in `new` to `folder`. The file
-    `last` goes first and comes last, so a half-changed folder is without it, and is never read. If
-    a move fails, all moves are undone.
+    """Moves old files from `folder` to `old`, those of the names in `new` or `gone`, and the files
+    in `new` to `folder`.
+
+    The file `last` is the first that goes and the last that comes, so a half-changed folder is
+    without it, and is never read. If a move fails, all moves are undone.
     """
     written = sorted({file.name for file in new.iterdir()} - {last})
     moved: list[tuple[Path, Path]] = []

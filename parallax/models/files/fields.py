@@ -23,7 +23,7 @@ class Number:
 
     Args:
         names: the fields that state the number, which must agree; `save` writes all of them.
-        aliases: other names of the field, which must agree too, and are not written.
+        aliases: further fields that may state the number; they must agree too, and are not written.
         nullable: the fields that may be null, which means the same as if they were left out.
         kind: `int`, `float` or `bool`.
         default: the value of a field of `names` that is left out, or a function from all fields to
@@ -48,8 +48,8 @@ class Number:
         for name in (*self.names, *self.aliases):
             if name in fields and not (fields[name] is None and name in self.nullable):
                 stated[name] = fields[name]
+        # JSON writes 1.0 also as 1. `type`, not `isinstance`: in Python a bool is an int.
         kinds = (int, float) if self.kind is float else (self.kind,)
-        # `type`, not `isinstance`: in Python a bool is an int.
         if not stated or any(type(value) not in kinds for value in stated.values()):
             needed = "true or false" if self.kind is bool else "a number"
             got = short(stated) if stated else "no such field"
@@ -122,7 +122,8 @@ ONLY: dict[str, tuple] = {
     "transformers_weights": (None,),
     "auto_map": (None,),
 }
-# Fields that `write` or transformers sets by itself.
+# Fields that may have any value here, and whose values are not kept: `write` or transformers sets
+# them in a new file. (`model_type` is checked apart.)
 WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 
@@ -153,8 +154,8 @@ class Fields:
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
         """Returns the numbers that `file` states, and its differences from the file of a new model.
 
-        A difference is the name of a free field, or of a field of `only`, with its value as JSON,
-        or with "" if the file leaves the field out. `save` writes these values again.
+        A difference is the name of a free field, or of a field of `only`, with its value as JSON;
+        for a free field that only the file of a new model has, "". `save` writes these values.
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
@@ -171,7 +172,8 @@ class Fields:
         passed_on = {*FREE, *self.free, *supported}
         stated = _as_json({name: fields[name] for name in fields.keys() & passed_on})
         new = _as_json(self._new(numbers))
-        # A field of `only` that the file leaves out has the value of a new model: no difference.
+        # All fields that the file states, and the free fields that it leaves out. A field of `only`
+        # that it leaves out has the value of a new model: no difference.
         names = sorted(stated.keys() | (new.keys() & {*FREE, *self.free}))
         differing = (
             (name, stated.get(name, "")) for name in names if stated.get(name) != new.get(name)
@@ -179,8 +181,8 @@ class Fields:
         return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """Returns a configuration's error with the names of the fields of `file` that state the
-        numbers which the error mentions.
+        """Returns `error`, which a configuration raised, with the names of the fields of `file`
+        that state the numbers in its text.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -210,11 +212,11 @@ class Fields:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a new model is written with, without those of its numbers."""
+        """Returns the fields of a new model's file, without those that state its numbers."""
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
-        """Refuses fields of a file whose value is not among the supported ones, `only`."""
+        """Refuses fields of a file whose value is not among the field's supported values in `only`."""
         for name in fields.keys() & only.keys():
             value, values = fields[name], only[name]
             # Compared with their types: in Python 1 == True and 0 == False.

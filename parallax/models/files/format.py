@@ -97,7 +97,7 @@ def load(
         config = format_.config(**numbers, **options, origin=origin)
     except ValueError as error:
         raise format_.fields.blame(error, config_file) from error
-    files, index = ([file], None) if file else tensors.locate(folder)
+    files, index = ([file], None) if file else tensors.locate(folder)  # None: one file, no index
     leaves = format_.leaves(config)
     sizes = [
         f"{number.names[0]}={numbers[name]}"
@@ -128,7 +128,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
             f"{name} needs a folder, for {CONFIG} and {WEIGHTS}; got the file {folder}. Pass its "
             "folder."
         )
-    arrays = _tensors(format_, model)
+    arrays = _tensors(format_, model)  # by their names in the file
     numbers, origin = format_.numbers(model.config), model.config.origin
     widest = _widest({array.dtype for array in arrays.values()}).name
     fields = format_.fields.write(numbers, origin.fields, widest)
@@ -143,8 +143,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
         MEANT: format_.fields.fingerprint(numbers),
         WROTE: json.dumps(written_too),
     }
-    # Old files of an earlier save, which would not fit the new model. An old tokenizer stays if the
-    # model comes without one.
+    # Files that an earlier save wrote, and that would not fit the new model: they are removed if
+    # this save does not write them. A tokenizer stays if the model comes without one.
     gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     safetensors = tensors.library()
     try:
@@ -165,7 +165,9 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
-    """Returns a sentence about the tokenizer in the folder that was written."""
+    """Returns a sentence about `folder`, which was written, and its tokenizer, whose files are
+    `tokenizer` if the model came with one.
+    """
     if tokenizer:
         names = ", ".join(file.name for file in tokenizer)
         return f"{folder} holds the model, and the tokenizer of {tokenizer[0].parent}: {names}."

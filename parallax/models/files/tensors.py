@@ -38,11 +38,12 @@ class Leaf:
             `h.{layer}.ln_1.weight`.
         shape: the shape of each tensor in the file. The leaf has the same numbers in the same
             order, and may have zeros after them as padding.
-        over: each word in braces with the number of its values, in the order of the leaf's first
-            dims: `(("layer", 12),)`.
+        over: each word in braces with the number of its values, 0, 1, ..., in the order of the
+            leaf's first dims: `(("layer", 12),)`.
         transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
-        copies: other names under which a file may hold a copy of the tensor, as of a tied head.
-        outside: whether the name is complete, without the family's prefix.
+        copies: other names under which a file may hold a copy of the tensor. A head that is tied to
+            the embedding is such a copy.
+        outside: whether files write the name as it is here, without the family's prefix before it.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Leaf:
         Raises `ValueError` if a number is too large for the type.
         """
         array = np.zeros(like.shape, like.dtype)  # its last numbers may be padding, and stay 0
-        parts = array.reshape(self.count, -1)
+        parts = array.reshape(self.count, -1)  # a view: the loop writes into `array`
         for part, name in zip(parts, self.names(), strict=True):
             part[: math.prod(self.shape)] = self._turned(stored[name].cast(like.dtype)).reshape(-1)
         return jnp.asarray(array)
@@ -124,6 +125,7 @@ class Stored(NamedTuple):
         array = self.array()
         with np.errstate(over="ignore"):
             result = array.astype(dtype)
+        # The file may have infinite numbers; only new ones are an error.
         if np.count_nonzero(~np.isfinite(result)) > np.count_nonzero(~np.isfinite(array)):
             raise ValueError(
                 f"{self.place} has numbers up to {np.abs(array[np.isfinite(array)]).max():.3g}, "
@@ -205,7 +207,7 @@ def opened(
                 f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
                 "again."
             ) from error
-        wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
+        wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []  # in one of the two
         if wrong:
             raise ValueError(
                 f"{file} and {index} must name the same tensors; {some(wrong)} in only one of "
@@ -224,8 +226,8 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """Returns the names of the files that an earlier `save` wrote beside `weights`, from its
-    metadata; none if another program wrote `weights`.
+    """Returns the names of the files that an earlier `save` wrote beside `weights`, from the
+    metadata of `weights`; none if another program wrote `weights`, or if it is damaged.
     """
     if not weights.is_file():
         return set()

@@ -10,7 +10,7 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a new model is written with, without its numbers.
+    """Returns `Fields.new` of a GPT-2: the fields of a new `config.json` that state no number.
 
     The token that ends a text is GPT-2's own, if the vocabulary has it, and otherwise none.
     """

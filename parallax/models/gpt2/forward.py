@@ -1,6 +1,12 @@
 """The functions in which a GPT-2 differs from other decoders: its block, its positions and dropout.
 
-Legend: B batch, T tokens, D width, H heads, K head width, L layers.
+Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is a place of dropout:
+0 after the embedding, 1 after the attention, 2 after the feed-forward, 3 in the attention weights.
+
+`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate: `comms.column`
+multiplies by a device's columns of a weight, `comms.row` by its rows, and sums over the devices;
+`comms.local_tokens` takes this device's part of the tokens. `decoder_taps.split` returns its
+argument, and reports it to a recording by `bisect`.
 """
 
 import functools
@@ -36,7 +42,7 @@ def block(
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
-        # Site 3 of `_at` is the attention weights. The bias is [3, H, K], for this device's heads.
+        # The bias is [3, H, K], for this device's H heads.
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
@@ -63,7 +69,9 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` as a function `(weights, x, keys, layer)`. The positions are already in x."""
+    """Returns `block` as a function `(weights, x, keys, layer)`. It ignores `positions`, whose
+    embeddings are already in x.
+    """
     return functools.partial(block, config=config, comms=comms, attend=attend)
 
 
@@ -72,11 +80,12 @@ def _add_positions(model, x, keys, *, first, comms):
     dropout.
     """
     T = x.shape[1] * comms.token_shards  # the tokens on all devices
-    whole = model.wpe
-    static = isinstance(first, int)  # False for a further token of `sampling`: `first` is traced
-    rows = whole[first : first + T] if static else lax.dynamic_slice_in_dim(whole, first, T)
+    table = model.wpe
+    # `sampling` traces `first` for the tokens that it draws, and a Python slice needs an int.
+    static = isinstance(first, int)
+    rows = table[first : first + T] if static else lax.dynamic_slice_in_dim(table, first, T)
     x = x + comms.local_tokens(rows, dim=0)[None]
-    # Site 0 is in no layer; for the keys of dropout it counts as layer L.
+    # Site 0 is in no layer. For the keys of dropout it is in layer L, a number that no layer has.
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
 
 
@@ -113,9 +122,8 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key for the dropout at one site of a layer: 1 after the attention, 2
-    after the feed-forward, 3 in the attention weights. Site 0, after the embedding, has the layer
-    number L.
+    """Returns each sequence's key for the dropout at one `site` of a layer; for site 0, `layer` is
+    L.
     """
 
     def key_at(key):
@@ -126,7 +134,7 @@ def _at(keys, layer, site: int):
 
 
 def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
-    """Returns the residual stream [B, T shard, D] with dropout.
+    """Returns `x`, [B, T shard, D], with dropout of its numbers.
 
     The mask of a sequence is drawn for all T tokens, and a device takes the part of its own tokens.
     So the mask is the same however the tokens are split.

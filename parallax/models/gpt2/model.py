@@ -95,6 +95,8 @@ class Config:
     def parameters(self) -> int:
         """The number of parameters, padding left out."""
         D, L = self.width, self.layers
+        # A block's weights: 3 D^2 in qkv, D^2 in out, 4 D^2 each in up and down; its biases: 3 D,
+        # D, 4 D and D; its two norms: 4 D. The last norm has 2 D.
         return (self.vocabulary + self.context) * D + L * (12 * D * D + 13 * D) + 2 * D
 
 
@@ -242,12 +244,14 @@ def rules(
     """Returns the rule that splits a GPT-2 over `axis_name`: attention by heads, the feed-forward
     by its hidden dim, the vocabulary by rows.
 
-    With `stage`, the rule is for a model whose blocks are [v, L / v, ...]: it splits the layers of
-    each chunk over the stages, and the vocabulary over both axes. The rule is the same for any
-    `size` of the axis.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
+    it splits dim 1, the layers, over the stages, and the vocabulary over both axes. The rule is the
+    same for any `size` of the axis; a Llama's is not.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
+    # The first path that matches a leaf gives its spec. So "blocks.**" is for the norms, and for
+    # the biases that are added after the devices' sum.
     specs = {
         "wte": P(axis_name if stage is None else (stage, axis_name)),
         "blocks.attention.qkv.weight": P(*layers, None, None, axis_name),

@@ -26,8 +26,8 @@ NEEDED = {"default": (), "llama3": tuple(SCALED)}  # the fields of each type of 
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of rotary positions of a `config.json`, checked: they are known, and
-    agree.
+    """Returns the fields of rotary positions that a `config.json` states, after a check that all
+    are known and agree.
 
     Since version 5 of transformers they are in the object `rope_parameters`; before, in
     `rope_theta` and in the object `rope_scaling`.
@@ -119,8 +119,9 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns `Fields.new` of a class of transformers: a function from the numbers to the fields of
-    a new `config.json` that state none of them. These fields are the same for all numbers.
+    """Returns `Fields.new` for the class `architecture` of transformers: a function from the
+    numbers to the fields of a new `config.json` that state no number. They are the same for all
+    numbers.
 
     The special tokens are null, because transformers uses its own if the fields are left out.
     """
@@ -130,8 +131,8 @@ def _new(architecture: str) -> Any:
 
 
 def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
-    """Returns the supported values of two fields of a Qwen: all layers use full attention, without
-    sliding windows, and positions have one dim.
+    """Returns the supported values of two fields of a Qwen. `layer_types`: all layers use full
+    attention, without sliding windows. `use_mrope`: positions have one dim.
     """
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 

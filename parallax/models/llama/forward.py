@@ -1,7 +1,13 @@
 """The functions in which a Llama differs from other decoders: its block, rotary positions, experts.
 
 Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
-layers.
+layers. A part that a model does not have is `()`.
+
+`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
+`comms.all_tokens` goes from the residual stream to all tokens; `comms.row` multiplies by a device's
+rows of a weight and sums over the devices; `comms.copy_to` returns a weight that all devices have,
+and sums its gradients. `decoder_taps.split` returns its argument, and reports it to a recording by
+`bisect`.
 """
 
 import functools
@@ -38,7 +44,7 @@ def block(
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
     """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output`, with its auxiliary losses and `experts.Statistics`.
+    experts returns an `Output` of it, its auxiliary losses and `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
     them. `turns` are the cosines and sines of `rotary` for the positions of all tokens in
@@ -49,6 +55,7 @@ def block(
         """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.all_tokens(y)
         q, k, v = queries_keys_values(weights.attention, y, turns, config, comms)
+        # Only q has a tap: several devices may have the same heads of keys and values.
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
@@ -95,17 +102,19 @@ def fed_forward(
     """Returns the sum that the feed-forward adds to the residual stream."""
     y = comms.all_tokens(y)
     y = jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up)
-    y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)
+    y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
     return comms.row(y, weights.down.weight, None)
 
 
 def mixed(
     weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, comms: tensor.Comms
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
-    """Returns the sum that the experts add to the residual stream, and statistics of the router.
+    """Returns the sum that the experts and the shared expert add to the residual stream, and
+    statistics of the router.
 
     `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
-    axis of experts, all experts are on this device: `axis=()`.
+    axis of experts, all experts are on this device: `axis=()`. The router divides the weights of a
+    token's chosen experts by their sum: `normalised`.
     """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
@@ -126,10 +135,10 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
     Float[Array, "batch tokens groups head_width"],
 ]:
-    """Returns this device's heads of queries, and of the keys and values that they attend to,
-    turned to their positions.
+    """Returns this device's heads of queries, and of the keys and values that they attend to.
+    Queries and keys are normalised, if the model has norms of heads, and turned by their positions.
     """
-    heads = weights.query.weight.shape[1]
+    heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
     q = _projected(y, weights.query)
     k = _projected(y, local_groups(weights.key))
@@ -150,11 +159,12 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     Raises:
         ValueError: the device has neither its share of the heads of keys nor all of them.
     """
-    groups, devices = layer.weight.shape[1], comms.axis.size()
+    groups, devices = layer.weight.shape[1], comms.axis.size()  # the weight is [D, G, K]
     sharers = config.heads // config.groups  # heads of queries that share one head of keys
     splits_queries = heads * devices == config.heads
     if splits_queries and groups * devices == config.groups:
         return layer
+    # A device's heads of queries must share whole heads of keys, or all share one.
     has_all = groups == config.groups and (heads % sharers == 0 or sharers % heads == 0)
     if not (splits_queries and has_all):
         raise ValueError(
@@ -187,9 +197,10 @@ def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     # float64 if it is enabled: an angle of 1e5 has few exact digits in float32.
     exact = jnp.result_type(float)
     K = config.head_width
-    turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)
+    turn = config.theta ** (-jnp.arange(0, K, 2, dtype=exact) / K)  # each pair's angle per position
     if (scaling := config.scaling) is not None:
-        # `fast` is 1 for pairs that keep their speed, and 0 for pairs that the factor slows down.
+        # `fast` is 1 for pairs that keep their speed, 0 for pairs that the factor slows down, and
+        # between the two it interpolates.
         turns_of_old_context = scaling.original * turn / (2 * math.pi)
         fast = jnp.clip((turns_of_old_context - scaling.low) / (scaling.high - scaling.low), 0, 1)
         turn = turn * (fast + (1 - fast) / scaling.factor)
@@ -202,8 +213,8 @@ def rotated(
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair, by the angles
-    whose cosines and sines are `turns`. It computes in float32 or wider, and returns the type of
-    `x`.
+    whose cosines and sines are `turns`. The computation is in float32 or wider, the result in the
+    type of `x`.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
@@ -219,5 +230,7 @@ def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Ar
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
-    """Returns this device's heads, normalised; all devices have the same weight, [K]."""
+    """Returns `x`, this device's heads, normalised; unchanged if `norm` is `()`. All devices have
+    the same weight, [K], whose gradients `copy_to` sums.
+    """
     return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

@@ -214,12 +214,12 @@ def rules(
     """Returns the rule that splits a Llama over `axis_name`: attention by heads, the feed-forward
     by its hidden dim, the vocabulary by rows.
 
-    `size` is the number of devices of the axis. If it divides the number of heads of keys and
-    values, these heads are split. If that number divides `size`, each device has all of these
-    heads, and `forward.block` picks those that the device's queries attend to.
+    `size` is the number of devices of the axis. If `size` divides the number of heads of keys and
+    values, these heads are split. Otherwise that number must divide `size`; each device has all of
+    these heads, and `forward.block` picks those that the device's queries attend to.
 
-    With `stage`, the rule is for a model whose blocks are [v, L / v, ...]: it splits the layers of
-    each chunk over the stages, and the vocabulary over both axes.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
+    it splits dim 1, the layers, over the stages, and the vocabulary over both axes.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
     batch, the experts are split over that axis.
@@ -231,7 +231,9 @@ def rules(
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
     rows = P(axis_name if stage is None else (stage, axis_name))
-    column, row = (None, axis_name), (axis_name,)  # for [D, F] and [F, D]; H, K stand where F does
+    # The entries for [D, F] and [F, D], of which F is split. Attention has [H, K] in place of F,
+    # and splits H.
+    column, row = (None, axis_name), (axis_name,)
     specs = {
         "table": rows,
         "head": rows,
@@ -254,7 +256,7 @@ def rules(
         if projection not in ("blocks.attention.key", "blocks.attention.value"):
             return None
         dims_before_groups = (*layers, None) if name == "weight" else layers
-        groups = leaf.shape[len(dims_before_groups)]
+        groups = leaf.shape[len(dims_before_groups)]  # the dim after these is G
         return P(*dims_before_groups, axis_name) if split_groups(groups, size) else P(*layers)
 
     def listed(path: str, leaf: Any) -> P | None:
@@ -262,6 +264,8 @@ def rules(
         return specs.get(path)
 
     of_experts = [path for path in specs if expert is not None and "mixture" in path]
+    # The first rule that gives a spec counts. `experts`, unlike `match`, may split a parameter over
+    # an axis that splits the batch.
     return sharding.first(
         *(sharding.experts(path, specs[path]) for path in of_experts),
         listed,

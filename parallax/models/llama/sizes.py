@@ -151,7 +151,8 @@ class Config:
         sizes = {
             "layers": self.layers,
             "heads": self.heads,
-            "hidden": math.gcd(self.hidden, self.shared),  # a divisor of both; shared may be 0
+            # The tensor axis splits both; gcd(n, 0) is n, for a model without a shared expert.
+            "hidden": math.gcd(self.hidden, self.shared),
         }
         if self.experts:
             sizes["experts"] = self.experts
@@ -162,12 +163,13 @@ class Config:
         """The number of parameters, padding left out."""
         D, K = self.width, self.head_width
         qkv_heads = self.heads + 2 * self.groups  # heads of queries, keys and values
-        attention = D * K * (qkv_heads + self.heads)
+        attention = D * K * (qkv_heads + self.heads)  # and `out`, [H, K, D]
         attention += self.bias * qkv_heads * K + self.head_norms * 2 * K
         feed_forward = 3 * D * self.hidden
         if self.experts:
             feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
-        of_layers = self.layers * (attention + feed_forward + 2 * D)
+        of_layers = self.layers * (attention + feed_forward + 2 * D)  # 2 D: the two norms
+        # The embedding, and the head if it is not tied; the layers; the last norm.
         return (2 - self.tied) * self.vocabulary * D + of_layers + D
 
 

@@ -48,9 +48,8 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # Biases and norms of heads follow from the kind, by `MAKES`, the kind of model that each such
-    # field of `Config` makes: no field of the file states them. `num_local_experts` states the
-    # experts.
+    # No field of the file states biases and norms of heads: they follow from the kind. `MAKES` has
+    # the kind that each of these fields of `Config` makes; a file does state its experts.
     options: dict[str, Any] = {
         field: True for field, name in MAKES.items() if name == kind and field != "experts"
     }
