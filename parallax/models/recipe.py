@@ -201,8 +201,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, shards, setup.part_specs.ends)
-    # Outside the accumulation, so that weights are cast once per step; inside the averages, so that
-    # these reduce float32.
+    # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
+    # in 16 bits; inside the averages, so that these reduce float32.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     if layout.zero in (1, 2):

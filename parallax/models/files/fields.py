@@ -216,7 +216,7 @@ class Fields:
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
-        """Refuses fields of a file whose value is not among the field's supported values in `only`."""
+        """Refuses a field of a file whose value is not among its supported values in `only`."""
         for name in fields.keys() & only.keys():
             value, values = fields[name], only[name]
             # Compared with their types: in Python 1 == True and 0 == False.
