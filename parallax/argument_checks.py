@@ -13,12 +13,12 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """Returns the `numbers` as Python's integers, in order; `where` begins the error message.
+    """Returns the `numbers` as Python's integers, in their order; `where` begins the error message.
 
     NumPy's integers are accepted; 1.0 is not.
 
     Raises:
-        ValueError: one of them is something else.
+        ValueError: one of the numbers is something else; the message has its name.
     """
     integers = []
     for name, value in numbers.items():
@@ -55,7 +55,7 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     """Raises `ValueError` unless `ids` are windows of tokens: whole numbers, `[batch, window]`.
 
     Ids outside the vocabulary are refused too, if their values are known. Inside a compiled program
-    values are not known: there such ids pass, and the embedding gives nan.
+    values are not known: there such ids are accepted, and the embedding gives nan.
 
     Args:
         where: the beginning of the error message.
@@ -84,8 +84,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         # The first token has no weight of its own, and takes that of the second.
         has_weight = np.concatenate([has_weight[:, :1], has_weight], axis=1)
         # For each token: whether this token or any later one has a weight other than 0.
-        counts = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]
-        outside &= counts
+        is_needed = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]
+        outside &= is_needed
     if outside.any():
         place = tuple(map(int, np.argwhere(outside)[0]))
         raise ValueError(
@@ -96,8 +96,9 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
 
 
 def _known(array: Any) -> bool:
-    """Returns whether the values can be read here.
+    """Returns whether the values of an array can be read here.
 
-    Values of a program that is being traced, and values on other processes, cannot be read.
+    Values of a program that is being traced, and values on other processes, cannot be read. None
+    counts as known.
     """
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -1,7 +1,7 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
-Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits them, t the tokens
-of a block.
+Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, t the
+tokens of a block.
 
 The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
 block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
@@ -65,10 +65,12 @@ def mean(
     """
     axis = Axis.of(axis)
     _check_mean(x, targets, axis, block_tokens)
-    # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments. The transpose
-    # of `varying` sums a gradient over the axes along which its argument did not vary before.
+    # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments, as their
+    # gradients do. The transpose of `varying` sums a gradient over the axes along which its
+    # argument did not vary before.
     others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
+    # The number of all tokens, and the dtype of sums: float32 or wider.
     count, wide = targets.size, precision.accumulation_dtype(x.dtype)
     # The blocks have equal sizes, so that one loop runs them all; zeros fill up the last block.
     blocks = -(-count // block_tokens)
@@ -93,7 +95,7 @@ def mean(
 
         # `x` has one dim, its last, that is not of tokens; targets and weights have none.
         _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
-        # The rows after `count` only fill up the last block.
+        # The rows after the `count` tokens only fill up the last block.
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
@@ -108,15 +110,17 @@ def mean(
             # The gradient of the logits: the softmax minus one-hot targets, times the weights.
             # `transpose` returns a tuple of one.
             d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
-            # The table's gradient is summed over all blocks in float32 or wider, and rounded once
-            # at the end.
+            # The table's gradient is summed over all blocks in `wide`, float32 or wider, and rounded
+            # once at the end. The factors of a product have the dtype of `x`.
             d_table += jnp.einsum("tv,td->vd", d_logits, block_x, preferred_element_type=wide)
             d_x = jnp.einsum("tv,vd->td", d_logits, table, preferred_element_type=wide)
             return d_table, (losses, d_x)
 
+        # A scan's carry must keep its type, and the gradient varies as the table does.
         zeros = match_varying(jnp.zeros(table.shape, wide), table)
         parts = in_blocks(x, 1), *map(in_blocks, others)
         d_table, (losses, d_x_blocks) = lax.scan(block, zeros, parts)
+        # The rows after the `count` tokens only fill up the last block.
         mean_loss = jnp.mean(losses.reshape(-1)[:count])
         d_x = d_x_blocks.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
         return mean_loss, (d_x, d_table)
@@ -135,7 +139,7 @@ def mean(
 
 
 def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None:
-    """Raises the errors of `mean`."""
+    """Raises the errors of `mean`: for an x that does not vary along `axis`, or for bad sizes."""
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
@@ -153,8 +157,10 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
 
 
 def _in_blocks(leaf: Array, blocks: int) -> Array:
-    """Returns `leaf`, which has a row for each token, as `[blocks, t, ...]`."""
-    # Zeros fill the last block: an `x` of zeros adds nothing to the table's gradient.
+    """Returns `leaf`, which has a row for each token, as `[blocks, t, ...]`.
+
+    Zeros fill up the last block: an `x` of zeros adds nothing to the table's gradient.
+    """
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
@@ -165,9 +171,9 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
     weighted mean of the batch is not the mean of its parts' weighted means, since devices and
     microbatches have different sums of weights. So the weights are divided by their global mean
-    once, before the gradient function. Then `mean`, `grads.accumulated`, `grads.averaged`,
-    `zero.reduce_scattered` and a pipeline, which take plain means of equal parts, give the right
-    result. One scalar is sent.
+    once, before the gradient function. Then the plain means over equal parts give the right result:
+    those of `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and a pipeline.
+    One scalar is sent.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

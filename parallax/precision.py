@@ -7,7 +7,8 @@ wide types: float32 or wider.
 float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
 is multiplied by a number, the loss scale, before it is differentiated. `Scale` is that number and
 its history, part of a step's state. The scale falls when a gradient overflows, and that step is
-skipped; it rises when no gradient has overflowed for a while.
+skipped; it rises when no gradient has overflowed for a while. A loss function returns the loss or
+(loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
@@ -56,12 +57,12 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """
 
     def wrapped(params, batch):
-        """Returns `(value, gradients)` as `grad` does."""
+        """Returns `(value, gradients)` as `grad` does: value is the loss, or (loss, aux)."""
         value, gradients = grad(cast(params, dtype), batch)
-        # `value` is the loss, or (loss, aux): the first function changes the loss, the second aux.
         value = map_loss_and_aux(
             value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
         )
+        # `matching_parameters` gives each gradient's parameter.
         return value, jax.tree.map(
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
@@ -81,7 +82,6 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
         dtype = accumulation_dtype(value.dtype)
         return value.astype(dtype) * scale.astype(dtype)
 
-    # The loss function returns the loss, or (loss, aux).
     def wrapped(*arguments):
         return map_loss_and_aux(loss(*arguments), scaled_loss, lambda aux: aux)
 
@@ -106,7 +106,8 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
     def wrapped(params, batch):
         """Returns the unscaled loss (and aux), and the unscaled gradients."""
-        # `grads.clipped` inside would compare the scaled gradients with its bound.
+        # `grads.clipped` inside would compare the scaled gradients with its bound, so it is
+        # refused.
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)

@@ -1,7 +1,8 @@
 """The record of a model's values: whether one is made, and the layer and microbatch of a trace.
 
-`taps` reports the values. A loop over layers or microbatches gives their numbers by `at`, and needs
-only this file. While no record is made, this file adds nothing to a program.
+The module `taps` reports the values. A loop over layers or microbatches sets the number of the
+layer or microbatch by `at`, and needs only this file. While no record is made, this file adds
+nothing to a program.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ from jaxtyping import Array, Bool, Int
 # The `taps.Recorder` to which taps report.
 RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
 _ENTERED = itertools.count()  # a new number for each `at`
-# The tags of `at`. The default, a dict, is never changed in place.
+# The numbers that `at` has set, by "layer" and "microbatch". The default, a dict, is never changed
+# in place.
 AT: ContextVar[dict[str, Any]] = ContextVar("at", default={})  # noqa: B039
 
 
@@ -30,7 +32,7 @@ def is_on() -> bool:
 def at(**tags: Any) -> Iterator[None]:
     """Sets the `layer` or the `microbatch` of the taps in a `with` block: integers, or arrays.
 
-    None keeps the number that an enclosing `at` has set.
+    None keeps the number that an enclosing `at` has set. Nothing is set while no record is made.
     """
     if not is_on():
         yield
@@ -47,7 +49,7 @@ def at(**tags: Any) -> Iterator[None]:
 
 
 def numbered(count: int) -> Int[Array, " count"] | None:
-    """Returns the numbers 0 to count - 1 of microbatches, for a loop that passes them to `at`.
+    """Returns the microbatches' numbers 0 to count - 1, for a loop that passes each to `at`.
 
     Returns None while no record is made.
     """
@@ -55,8 +57,8 @@ def numbered(count: int) -> Int[Array, " count"] | None:
 
 
 def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns a number for `at`: the microbatch if a pipeline stage has a job, `valid`, else -1.
+    """Returns a number for `at`: the microbatch of a pipeline stage's job, or -1 if not `valid`.
 
-    Returns None while no record is made.
+    A stage without a job in this tick is not `valid`. Returns None while no record is made.
     """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None

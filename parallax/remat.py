@@ -8,7 +8,7 @@ Each function takes a block of layers and returns a block that computes the same
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is the option of `jax.checkpoint`; see `in_a_loop`.
+`prevent_cse` is the option of `jax.checkpoint` that puts in a barrier; see `in_a_loop`.
 
 To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`.
 
@@ -58,7 +58,8 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
 
     def is_saveable(primitive, *_, **params):
         """Returns False for a result named `GATHERED`, which is then recomputed."""
-        # JAX's policies by name know only `checkpoint_name`, not the name in our primitive.
+        # JAX's policies by name know only `checkpoint_name`, not the name that `linear_p`, the
+        # primitive of `collectives.types.linear`, has as a parameter.
         return not (primitive is linear_p and params["name"] == GATHERED)
 
     return jax.checkpoint(block, policy=is_saveable, prevent_cse=prevent_cse)

@@ -84,7 +84,7 @@ def column(
         ValueError: the weight does not take all inputs.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
-    # The caller passes the function, so that there is no flag for it here.
+    # Without the function, all tokens are gathered before the product.
     if all_gather_matmul is None:
         y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
     else:
@@ -113,8 +113,8 @@ def row(
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
-    # Unlike gathered tokens, the sums have no name for `remat.gathers`, which recomputes results of
-    # that name: the products would be recomputed too.
+    # `remat.gathers` recomputes results that are named `remat.GATHERED`. The sums have no such
+    # name, since the products would have to be recomputed too.
     if matmul_reduce_scatter is None:
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
@@ -128,7 +128,7 @@ def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Ar
     All devices have `x` whole, so nothing is sent.
 
     Raises:
-        ValueError: that dim does not divide by the devices.
+        ValueError: the size of `dim` does not divide by the devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[dim], axis)
@@ -155,14 +155,16 @@ def comms(
     axis = Axis.of(axis)
 
     def all_tokens(x):
-        # `copy_to` is before the gather, so that its all-reduce backward has only T/t tokens.
+        # `copy_to` is before the gather, so that its all-reduce in the backward pass has only T/t
+        # tokens.
         return gather_from(tensor.copy_to(x, shared), axis)
 
     def sum_partials(x):
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Returns the rows of all tokens, declared the same on all devices, without a gradient."""
+        """Returns the rows `x` of all tokens, declared the same on all devices, without
+        gradient."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -174,7 +176,8 @@ def comms(
         column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter),
         local_tokens=lambda x, dim: local_tokens(x, axis, dim),
-        # The gradients of these weights are terms of a sum, which `grads.summed` adds.
+        # No all-reduce here: the gradients of these weights are terms of a sum, and `grads.summed`
+        # adds them.
         copy_to=lambda weight: varying(weight, axis.names),
         token_shards=axis.size(),
         over_tokens=axis,

@@ -2,6 +2,7 @@
 
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
 empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.
+`types.axes` makes a tuple of one axis name or several, and an `Axis` has names and an algorithm.
 """
 
 from collections.abc import Sequence
@@ -86,9 +87,9 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def runs_over(axis: Axis) -> bool:
-    """Returns whether this code runs inside a map over `axis`, on blocks.
+    """Returns whether the caller runs inside a `shard_map` over `axis`, on blocks of arrays.
 
-    Outside a map it works on global arrays.
+    Outside such a map it works on global arrays.
     """
     # JAX has no public function for this, but an axis that is not mapped over raises NameError.
     try:

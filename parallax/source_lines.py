@@ -1,4 +1,7 @@
-"""The lines and files of functions from which the equations of a program were traced."""
+"""The lines and files of functions from which the equations of a program were traced.
+
+`frames(eqn)` are the calls that made an equation, the innermost first.
+"""
 
 import functools
 import os
@@ -26,15 +29,15 @@ UNKNOWN = "unknown line"
 
 
 def source(eqn: JaxprEqn) -> str:
-    """Returns the line that made an equation, "file.py:12".
+    """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
 
-    It is the innermost line of the user's code. If there is none, it is the innermost line of this
-    library outside `lint` and `collectives`, else `UNKNOWN`.
+    It is the innermost line of the user's code. Without such a line, it is the innermost line of
+    this library outside `lint` and `collectives`; without that too, it is `UNKNOWN`.
     """
     library_line = UNKNOWN
     for frame in frames(eqn):
         name = frame.file_name
-        # The lint traced the program: the frames from here on called the lint.
+        # The lint traced the program: the calls around it only called the lint.
         if name.startswith(_LINT):
             break
         line = f"{name}:{frame.line_num}"
@@ -47,7 +50,10 @@ def source(eqn: JaxprEqn) -> str:
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """Returns the file of the innermost function outside JAX that made an equation, or ""."""
+    """Returns the file of the innermost function outside JAX and Python that made an equation.
+
+    Python is its standard library. Returns "" if there is no such file.
+    """
     for frame in frames(eqn):
         name = frame.file_name
         # Installed packages lie inside the folder of the standard library. `_LIBRARIES[0]` is JAX.
@@ -59,14 +65,15 @@ def maker(eqn: JaxprEqn) -> str:
 
 def is_of_optax(file_name: str) -> bool:
     """Returns whether a file belongs to optax."""
+    # `_LIBRARIES` are the folders of JAX, Equinox, optax and jaxtyping.
     return file_name.startswith(_LIBRARIES[2])
 
 
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
-    JAX keeps such traces, so their lines may belong to an earlier call. The trace of
-    `eqx.filter_jit` belongs to the caller.
+    JAX keeps such traces for later calls, so their lines may belong to an earlier call. The trace
+    of `eqx.filter_jit`, whose file is Equinox's, belongs to the caller.
     """
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
 
@@ -74,7 +81,8 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
 @functools.cache
 def _is_callers(file_name: str) -> bool:
     """Returns whether a file is the user's: neither ours, nor of a library, nor of Python."""
-    # Frozen modules and functions made by beartype have names such as "<frozen ...>".
+    # Frozen modules and functions made by beartype have names such as "<frozen ...>". Lines typed
+    # into a prompt ("<stdin>", "<ipython...") are the user's.
     if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):
         return False
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)

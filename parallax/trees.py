@@ -55,7 +55,7 @@ def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
-    """Returns each spec of a tree, by its dotted path.
+    """Returns a dict from the dotted path of each spec of a tree to the spec.
 
     Raises:
         ValueError: two specs have one path.
@@ -80,7 +80,7 @@ def twice(paths: Sequence[str]) -> list[str]:
 
 
 class SpecsByPath(dict[str, PartitionSpec]):
-    """The rule that gives each of its paths a spec, and None to any other path.
+    """A dict of specs by path that is also a rule: it gives None to any other path.
 
     In a list of rules it may be empty.
     """
@@ -110,11 +110,11 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
-    """Returns the index of the parameter to which an array of an optimizer's state belongs, or
-    None.
+    """Returns the index in `paths` of the parameter to which an array of an optimizer's state
+    belongs, or None.
 
-    The parameter is the longest of `paths` with which `path` ends: optimizers keep trees like the
-    parameters, such as `0.mu.blocks.weight` for `blocks.weight`.
+    Optimizers keep trees like the parameters, such as `0.mu.blocks.weight` for `blocks.weight`. So
+    the array's `path` ends with the parameter's path: of several such paths, with the longest.
     """
     fitting = [
         i

@@ -257,7 +257,7 @@ class ragged:
             )
         n, (tokens, k) = axis.size(), ids.shape
         # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
-        # most, every token of every device wants all of its experts here.
+        # most, each token of each device makes min(k, local_experts) choices here.
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
         # For each choice: its token, the expert's device, the expert's number there, and its rank
         # among the choices that want this device.
