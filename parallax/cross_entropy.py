@@ -110,8 +110,8 @@ def mean(
             # The gradient of the logits: the softmax minus one-hot targets, times the weights.
             # `transpose` returns a tuple of one.
             d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
-            # The table's gradient is summed over all blocks in `wide`, float32 or wider, and rounded
-            # once at the end. The factors of a product have the dtype of `x`.
+            # The table's gradient is summed over all blocks in `wide` (float32 or wider), and is
+            # rounded once at the end. The factors of a product have the dtype of `x`.
             d_table += jnp.einsum("tv,td->vd", d_logits, block_x, preferred_element_type=wide)
             d_x = jnp.einsum("tv,vd->td", d_logits, table, preferred_element_type=wide)
             return d_table, (losses, d_x)
