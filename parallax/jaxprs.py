@@ -1,7 +1,8 @@
 """Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values.
 
 An atom is an operand of an equation, a variable or a literal; its `aval` is its type. An array
-differs along a mesh axis if its type says that it varies over the devices of that axis.
+differs along a mesh axis if its type says that it varies over the devices of that axis. A fact
+about a value is any object; `Following` carries it from the operands of equations to the results.
 """
 
 import functools
@@ -83,8 +84,8 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the only jaxpr of an equation if both take and return the same numbers of values,
-    else None.
+    """Returns the only jaxpr of an equation, if the jaxpr takes and returns as many values as the
+    equation does; else None.
 
     The equations of `jit` and `checkpoint` have such a jaxpr. Only the numbers are compared, so the
     body of a `scan` passes too. Callers that must exclude it test the primitive's name first.
@@ -99,9 +100,9 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation does more than compute its results.
+    """Returns whether an equation does more than compute its results, such as printing.
 
-    The effect of naming a mesh axis, which JAX's sums have, does not count.
+    The effect of naming a mesh axis, which JAX's collectives have, does not count.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
@@ -114,6 +115,7 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from every(body)
 
 
+# The primitives that communicate: that of this library's collectives, and those of JAX
 COLLECTIVES = frozenset(
     {
         "linear_collective",
@@ -140,6 +142,7 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
         else inner(eqn)
     )
     if not bodies and eqn.primitive.name in COLLECTIVES:
+        # The parameter with the axes has another name for each kind of collective.
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         return frozenset(names if isinstance(names, tuple | list) else (names,))
     return frozenset().union(*(sent_over(inside) for body in bodies for inside in body.eqns))
@@ -181,8 +184,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """Returns, for each result of a program, its dependence on the arguments.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: a
-    ring that is written by hand does not send a device's own block.
+    may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
+    a ring that is written by hand, each device first uses its own block, and then sends it on.
 
     Args:
         closed: the program.
@@ -193,7 +196,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     # Bit i of a mask stands for argument i, and the bit after the last for constants that differ.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
-    # An argument depends on itself, without a collective.
+    # An argument depends on itself (`at_all`), without a collective (`alone`).
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
 
     def bits(mask):
@@ -206,7 +209,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses say what a fact is. The facts about two values are joined by `|`.
+    Subclasses say what a fact is, and define `plain`. The facts about two values are joined by `|`.
 
     Attributes:
         unknown: the fact about a value of which nothing is known.
@@ -234,7 +237,7 @@ class Following:
         return functools.reduce(operator.or_, operands, self.unknown)
 
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """Returns the facts about a program's results."""
+        """Returns the facts about a program's results, given those about its arguments."""
         jaxpr = opened(program)
         # A jaxpr that is not closed has only the types of its constants, not the values.
         numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
@@ -251,12 +254,13 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about an equation's results; inner programs are followed by `branches`,
-        `loop` and `run`, and other equations by `plain`."""
+        """Returns the facts about an equation's results, given those about its `operands`. Inner
+        programs are followed by `branches`, `loop` and `run`, and other equations by `plain`."""
         name = eqn.primitive.name
         if name == "cond":
             return self.branches(eqn, operands)
         if name == "scan":
+            # The operands are constants, carries and sliced arrays.
             first, carries = scan_parts(eqn)
             return self.loop(
                 inner(eqn)[0],
@@ -265,7 +269,7 @@ class Following:
                 operands[first + carries :],
             )
         if name == "while":
-            # First the constants of its condition, then those of its body, then the carries.
+            # The operands are the constants of its condition, those of its body, and the carries.
             constants, body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             of_condition, rest = _cut(operands, constants)
             of_body, first = _cut(rest, body_constants)
@@ -290,9 +294,10 @@ class Following:
         The first operand chooses the branch, so the results depend on it too.
         """
         every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
+        # For each result, the facts that the branches give about it.
         return [
-            self.met([operands[0], functools.reduce(operator.or_, values)])
-            for values in zip(*every_branch, strict=True)
+            self.met([operands[0], functools.reduce(operator.or_, facts)])
+            for facts in zip(*every_branch, strict=True)
         ]
 
     def loop(
@@ -300,7 +305,8 @@ class Following:
     ) -> list[Any]:
         """Returns the facts about a loop's results: carries, then stacked results.
 
-        `constants`, `carry` and `sliced` are the facts about the operands of the three kinds.
+        `constants`, `carry` and `sliced` are the facts about the operands of the three kinds; a
+        slice has the facts of its array.
         """
         # The body is read again until the facts about the carries no longer change. This ends,
         # since each pass adds to them, and there are finitely many facts.
@@ -341,6 +347,8 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int):
+        """Begins with no argument passed on. `of_constants` is the mask with the bit that stands
+        for constants that differ; they count as data."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.passed_on = 0
@@ -353,7 +361,7 @@ class _Ways(FollowingAlong):
         """Returns the `Reach` of an equation's result: the arguments that it depends on at all,
         `alone` (without a collective), and by a use in which they `met` data."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
-        joined = functools.reduce(operator.or_, operands, Reach())
+        joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
         # A collective joins the value with the parts of other devices: from here on it depends on
         # no argument alone.
         if joined.alone and self.is_sent(eqn):
@@ -371,6 +379,7 @@ class _Ways(FollowingAlong):
         """Returns the dependence of a result that combines all operands: an operand's arguments are
         `met` if any other operand depends on data."""
         joined = functools.reduce(operator.or_, operands)
+        # For each operand, the others that it is combined with.
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
                 joined |= Reach(met=operand.alone)
@@ -387,7 +396,7 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
 
     The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
     and 0.12 have different names for these numbers, so they are found by ranks: a slice has one dim
-    fewer.
+    fewer than the array that it is cut from, or stacked into.
     """
     body = inner(eqn)[0]
 
@@ -398,6 +407,7 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
 
     sliced = count_with_other_rank(eqn.invars, body.invars)
     stacked = count_with_other_rank(eqn.outvars, body.outvars)
+    # The results are the carries and the stacked arrays.
     carries = len(eqn.outvars) - stacked
     return len(eqn.invars) - sliced - carries, carries
 
@@ -433,9 +443,11 @@ def is_float(aval: Any) -> bool:
 
 
 def counted_scope(name: str, *, runs: int, rounds: int) -> str:
-    """Returns a name for the `jax.named_scope` of a loop that runs once or not at all.
+    """Returns a name for the `jax.named_scope` of a loop that runs once or not at all in each
+    iteration of an enclosing loop.
 
-    It runs in `runs` of the `rounds` iterations of an enclosing loop. A table decides in which, so
-    the compiled program does not show the number; its readers find it in this name (`COUNTED`).
+    It runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in which, so
+    the compiled program does not show the number. Code that reads such programs finds it in this
+    name (`COUNTED`).
     """
     return f"{name}.{runs}_of_{rounds}"

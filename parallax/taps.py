@@ -8,7 +8,8 @@ and in pipelines, and code that reads programs sees no effect.
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
 numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
 reports: FORWARD the value, LINEAR (of a tangent) nothing, BACKWARD the cotangent, and AFTER a value
-that is computed after the backward pass.
+that is computed after the backward pass. `RECORDER` holds the recorder of the record that is made
+now, and `AT` the microbatch and the layer that `at` set.
 """
 
 import contextlib
@@ -91,6 +92,7 @@ class Recorder:
     """
 
     def __init__(self):
+        """Begins without reports."""
         self.paths: dict[str, int] = {}
         self.marks: dict[str, Mark] = {}
         self.reports: list[Report] = []
@@ -151,7 +153,7 @@ def tap_tree(
 ) -> Any:
     """Returns `tree` with a tap at each array of floating-point numbers.
 
-    A tap's name is `path` and then the array's path in the tree.
+    A tap's name is `path` and then the array's path in the tree, with a dot between.
 
     Args:
         tree: any tree.
@@ -188,19 +190,20 @@ def tap_tree(
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns an entry of a spec as a tuple of axes."""
+    """Returns an entry of a spec, which is None, an axis or a tuple of axes, as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`."""
     recorder = RECORDER.get()
-    assert recorder is not None
+    assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
         raise ValueError(
             f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec, {spec}, more. "
             "Shorten the spec."
         )
+    # The axes of the `shard_map` around the tap; none outside of one.
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
     sizes = tuple((name, mesh.shape[name]) for name in mesh.axis_names if name in manual)
@@ -209,7 +212,8 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     dims = tuple(map(_axes, entries))
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
-    # The order of tracing is the order in which the model computes.
+    # The order of tracing is the order in which the model computes. A path that was traced before,
+    # as in a second trace of a loop's body, keeps its number and its mark.
     recorder.paths.setdefault(path, len(recorder.paths))
     first = recorder.marks.setdefault(path, mark)
     if (first.dims, first.terms) != (mark.dims, mark.terms):
@@ -254,7 +258,8 @@ def _lowered(
     """
     if way != LINEAR:
         keep = functools.partial(_keep, mark, way, recorder)
-        # No token (None), since reports may come in any order, and no results ([]).
+        # No token (None), since reports may come in any order, and no results ([]). The side effect
+        # keeps XLA from removing the callback, whose results nobody uses.
         without_results, avals = context.replace(avals_out=[]), cast(Any, context.avals_in)
         mlir.emit_python_callback(
             without_results, keep, None, operands, avals, [], has_side_effect=True
@@ -273,6 +278,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
     numbers = [int(number) for number in others[: count + 2]]
     places = tuple(map(np.array, others[count + 2 :]))
     microbatch, layer = numbers[count:]
+    # `np.array` copies: the memory of a callback's arguments is JAX's.
     recorder.reports.append(
         Report(mark, way, tuple(numbers[:count]), microbatch, layer, np.array(x), places)
     )
@@ -280,19 +286,21 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`."""
+    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`. `params`
+    are the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
     # The transpose of the tangent's tap is the tap of the cotangent.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
-    if not isinstance(tangent, ad.Zero):
+    if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
         tangent = tap_p.bind(tangent, *others, **{**params, "way": way})
     return tap_p.bind(x, *others, **params), tangent
 
 
 def _transposed(cotangent, x, *others, **params):
     """Returns the cotangents of the operands of `tap_p`: for `x` its cotangent, tapped unless it is
-    zero, and None for the others, which are integers."""
+    zero, and None for the others, which are integers. Only the tap of a tangent (LINEAR) becomes
+    the tap of a cotangent."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]
@@ -308,7 +316,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # The dims from the mapped one on have moved by one.
+    # Inside the vmap the dims had no mapped one among them: from its place on they move by one.
     shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

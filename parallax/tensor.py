@@ -7,7 +7,9 @@ between the two. `copy_to` stands before the pair (identity forward, all-reduce 
 `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
-axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
+axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
+along an axis if its type says that it may differ between devices. `Axis.of(axis)` has the axis's
+names (`names`), its number of devices (`size()`) and this device's index (`index()`).
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -82,8 +84,8 @@ class Comms(NamedTuple):
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Returns the communication of Megatron's pairs over `axis`, with all tokens on every device.
 
-    `all_tokens` and `sum_partials` communicate over the axes `shared` too, which share the
-    vocabulary.
+    `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which the
+    vocabulary is split too, such as the stages of a pipeline.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
     return Comms(
@@ -117,7 +119,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
-    # A plain `varying` would sum the cotangent by `lax.psum`, not by the algorithm of the axis.
+    # `varying` casts `x` to vary along the axis. Alone, it would sum the cotangent by `lax.psum`,
+    # and not by the axis's own algorithm. `linear` names the transpose.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
@@ -162,7 +165,7 @@ def column(
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
-    y = jnp.tensordot(copy_to(x, axis), weight, axes=1)
+    y = jnp.tensordot(copy_to(x, axis), weight, axes=1)  # over the inputs: x's last, weight's first
     return y if bias is None else add_bias(y, bias)
 
 
@@ -272,17 +275,18 @@ class Embedding(eqx.Module):
         Raises:
             ValueError: the table's rows are not split over the axis.
         """
-        # Equinox's static field keeps the number of rows of the whole table. So a table that was
-        # not split is refused here: the first device would find all ids, and the other devices
-        # none.
+        # Equinox's static field, `num_embeddings`, keeps the number of rows of the whole table. So
+        # a table that was not split is refused here. Otherwise, the first device would find all
+        # ids, and the other devices none.
         rows, devices = self.embedding.num_embeddings, Axis.of(self.axis).size()
         weight = self.embedding.weight
         if len(weight) * devices != rows:
             raise ValueError(
                 f"tensor.Embedding needs the {rows} rows of its eqx.nn.Embedding split over the "
                 f"{devices} devices of {self.axis!r}, {rows} / {devices} on each; got a weight of "
-                f"{list(weight.shape)}. Give it the specs of tensor.rule(model), and rows that "
-                "divide; what ZeRO-3 splits too is gathered before, by ZeRO.loss or zero.gathered."
+                f"{list(weight.shape)}. Give it the specs of tensor.rule(model), and a number of "
+                "rows that is a multiple of the devices. If ZeRO-3 also splits the table, gather "
+                "it first with ZeRO.loss or zero.gathered."
             )
         return embed(weight, ids, self.axis)
 
@@ -301,6 +305,7 @@ def rule(model: PyTree) -> Rule:
     _check_attention(model)
 
     def is_layer(node):
+        """Returns whether a node of the model is one of the three layers."""
         return isinstance(node, ColumnLinear | RowLinear | Embedding)
 
     specs: dict[str, P] = {}
@@ -314,7 +319,8 @@ def rule(model: PyTree) -> Rule:
         prefix = jax.tree_util.keystr(
             (*path, jax.tree_util.GetAttrKey(name)), simple=True, separator="."
         )
-        # A weight is [outputs, inputs] or [rows, width]; a row-parallel bias is whole.
+        # A weight is [outputs, inputs] or [rows, width]. A `RowLinear` splits its inputs, and its
+        # bias is whole. The others split the first dim: the outputs, with the bias, or the rows.
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
@@ -326,9 +332,11 @@ def _check_attention(model: PyTree) -> None:
     """Raises `ValueError` if an `eqx.nn.MultiheadAttention` has a split projection."""
 
     def is_attention(node):
+        """Returns whether a node of the model is an attention of Equinox."""
         return isinstance(node, eqx.nn.MultiheadAttention)
 
     def is_split(node):
+        """Returns whether a node of an attention is a split layer."""
         return isinstance(node, ColumnLinear | RowLinear)
 
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_attention):
@@ -345,30 +353,33 @@ def _check_attention(model: PyTree) -> None:
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
     """Raises `ValueError` unless the weight is split along its dim `split`, and along no other.
 
-    Dim 0 are the outputs, dim 1 the inputs.
+    Dim 0 has the outputs, dim 1 the inputs. `name` is the layer's class, for the message.
     """
     # Equinox's static fields, `out_features` and `in_features`, keep the whole sizes. So a weight
     # that was not split, or was split along the other dim, is refused even if its shape happens to
     # fit.
     whole, devices = [linear.out_features, linear.in_features], axis.size()
     needed = [f"1/{devices} of {size}" if dim == split else size for dim, size in enumerate(whole)]
+    # The whole shape, if this device's weight is split as it should be.
     shape = [
         size * devices if dim == split else size for dim, size in enumerate(linear.weight.shape)
     ]
-    # A `Linear` of "scalar" inputs or outputs has no size there, and is refused too.
+    # A `Linear` of "scalar" inputs or outputs has this word for the size, and is refused too.
     if shape != whole:
         dim = ("outputs", "inputs")[split]
         raise ValueError(
             f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the "
             f"{devices} devices of {axis.names!r}: a weight [outputs, inputs] of "
             f"[{', '.join(map(str, needed))}] on each; got {list(linear.weight.shape)}. Give it "
-            "the specs of tensor.rule(model), and sizes that divide; what ZeRO-3 splits too is "
-            "gathered before, by ZeRO.loss or zero.gathered."
+            f"the specs of tensor.rule(model), and a number of {dim} that is a multiple of the "
+            "devices. If ZeRO-3 also splits the weight, gather it first with ZeRO.loss or "
+            "zero.gathered."
         )
 
 
 def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
-    """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given."""
+    """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
+    `name` is the caller's, for the message."""
     if bias is not None:
         raise ValueError(
             f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of "
@@ -380,13 +391,17 @@ def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
 def check_column(
     name: str, inputs: tuple[int, ...], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs."""
+    """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs.
+
+    `inputs` has one size, that of the inputs of `x`: a weight [inputs, ...] must begin with it.
+    `name` is the caller's, for the message.
+    """
     if weight.shape[:1] != inputs:
         raise ValueError(
             f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
             f"and the weight is of shape {weight.shape} here. Split its outputs over "
-            f"{Axis.of(axis).names!r} and not its inputs; an eqx.nn.Linear, which is stored "
-            "[outputs, inputs], is passed whole."
+            f"{Axis.of(axis).names!r} and not its inputs. Pass an eqx.nn.Linear, which is stored "
+            "[outputs, inputs], as a whole, and not its weight."
         )
 
 
@@ -395,19 +410,22 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
-    It must take the inputs of this device, and be split over `axis`. The inputs are the first dims
-    of the weight and the last dims of `x`.
+    It must take the inputs of this device, and its inputs, like those of `x`, must be split over
+    `axis`. The inputs are the first dims of the weight and the last dims of `x`. `name` is the
+    caller's, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
             f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. "
-            f"Split its inputs over {axis.names!r} and not its outputs; an eqx.nn.Linear, which is "
-            "stored [outputs, inputs], is passed whole."
+            f"Split its inputs over {axis.names!r} and not its outputs. Pass an eqx.nn.Linear, "
+            "which is stored [outputs, inputs], as a whole, and not its weight."
         )
-    if axis.size() == 1:
+    if axis.size() == 1:  # nothing is split
         return
+    # If only one of the two varies along the axis, the sum over it is wrong. If neither does, it is
+    # refused by `reduce_from`.
     names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
     if names <= of_weight and not names & of_x:
         raise ValueError(
@@ -467,8 +485,8 @@ def embed_partial(
         ValueError: the ids are not whole numbers.
     """
     axis, rows = Axis.of(axis), table.shape[0]
-    # The id of another device's row is clipped to some row here. The `where` after the look-up
-    # keeps that row from getting a gradient.
+    # For another device's id, `row` is outside this table, and the look-up clips it to some row.
+    # The `where` after the look-up keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
@@ -506,7 +524,7 @@ def cross_entropy(
     """
     axis, rows = Axis.of(axis), logits.shape[-1]
     vocabulary = rows * axis.size() if vocabulary is None else vocabulary
-    row, _ = _held(targets, rows, axis)
+    row, _ = _held(targets, rows, axis)  # a target's column here; outside if another device has it
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Padding is left out of the softmax. Without padding, this pass over the logits is not needed.
     if vocabulary < rows * axis.size():
@@ -530,7 +548,10 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns each id's row on this device, which has `rows` rows, and whether it has that row."""
+    """Returns the row that each id would have on this device, counted from the device's first row,
+    and whether the device, which has `rows` rows, has it. Raises `ValueError` for ids that are not
+    whole numbers.
+    """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
