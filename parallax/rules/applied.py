@@ -1,10 +1,11 @@
 """Applies a rule to every leaf of a tree: finds the spec, the reason for it, and the errors in it.
 
 A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
-another model. The *placement* of a leaf is its spec and the rules that gave it; its *wrappers* are
-the `fsdp`s around the rule. `arrays` are the array leaves of a tree, as (path, leaf). A rule
-*places* a leaf if it gives the leaf a spec, and is *idle* if it places none. The *parts* of a rule
-are the rules inside `first` and `fsdp`.
+another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
+`fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
+rules that gave it; its *wrappers* are the `fsdp`s around the rule. `arrays` are the array leaves of
+a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle* if it
+places none. The *parts* of a rule are the rules inside `first` and `fsdp`.
 """
 
 import difflib
@@ -26,7 +27,8 @@ def paths(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf of `tree` with its dotted path, in the order of `jax.tree.leaves`.
 
     An example is `[("blocks.0.weight", leaf), ...]`. The parts of a path are attributes, dict keys
-    and sequence indices. Leaves that are no arrays are listed too, so it also reads specs.
+    and sequence indices. Leaves that are no arrays are listed too, so `tree` may be a tree of
+    specs.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
@@ -43,9 +45,10 @@ def specs(
 
     It has the structure of `tree`, with None for leaves that are no arrays. Arrays may be
     `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as
-    the `in_specs` of the arrays of `tree`, filtered out with `eqx.filter` or `eqx.partition`.
+    the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has separated them
+    from the other leaves.
 
-    Without a mesh, errors that depend on its sizes are not found.
+    Without a mesh, errors that depend on its axes and sizes are not found.
 
     Raises:
         ValueError: the first of these (`audit` lists all). First for the rules: two arrays with the
@@ -88,6 +91,7 @@ def audit(
     """Returns the valid specs of `tree`, and all errors that `specs` would raise, in its order."""
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
+    # Each `fsdp` that is around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
         for wrapper in {
             # By identity: an `fsdp` that is used twice gives one error, and needs no hash.
@@ -96,7 +100,8 @@ def audit(
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # The axes that split stacked layers; only all leaves together show that an axis splits layers.
+    # `stacked` are the axes that split stacked layers: the cures must not leave layers unsplit.
+    # Only all leaves together show that an axis splits layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -116,8 +121,7 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
 
     Raises:
-        ValueError: a rule that gives no leaf its spec, a `keep` pattern that matches none, or a
-            leaf that gets none.
+        ValueError: an error in the rules, as in `specs`. The specs themselves are not checked.
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)
@@ -132,14 +136,15 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
     """Returns the placements of the arrays of `tree`, in order, and the errors of the rules.
 
-    These errors are rules that place no leaf, leaves without a spec, and paths that occur twice.
+    The errors are: paths that occur twice, results of rules that are no specs, rules that place no
+    leaf, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
     # leaf is found. `taken` has the placements by the leaf's number in `arrays`.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
-    unplaced = set()
+    unplaced = set()  # the numbers of leaves for which a rule gave neither a spec nor None
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}  # the placements by this rule
         for i, (path, leaf) in enumerate(arrays):
@@ -147,14 +152,15 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                 if not isinstance(given, PartitionSpec):
                     refusals.append(_no_spec(path, part, given))
                     unplaced.add(i)
-                    given = P()  # so that later steps can go on
+                    given = P()  # so that no later rule takes the leaf
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        # These two may place nothing: they end lists of rules, which may leave no leaf for them.
+        # A `SpecsByPath`, a rule with a dict of specs, may be empty; and a last rule for the rest
+        # may find no leaf left.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    # Each `fsdp` once, by identity: its globs in `keep` must match some leaf.
+    # Each `fsdp` once, by identity: every glob in its `keep` must match a leaf.
     for wrapper in (
         {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
         if arrays
@@ -184,8 +190,8 @@ def _placement(
     after all `fsdp`s around it."""
     spec, why = given, []
     for wrapper in wrappers:
-        # An axis that splits the experts may also be the axis of the `fsdp`. To split another dim
-        # over it would use the axis twice.
+        # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
+        # would use the axis twice.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
@@ -217,7 +223,7 @@ def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
 
 def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
     """Returns the refusal of a leaf to which no rule gives a spec."""
-    names = [name_of(*part) for part in _parts(rule)]
+    names = [name_of(*part) for part in _parts(rule)]  # a part comes with its wrappers
     what = (
         f"{path}: each leaf needs a rule, but none of the {len(names)} "
         f"rules{_nearest(path, names)} covers this leaf of shape {leaf.shape}"
@@ -226,9 +232,9 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 
 
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
-    """Yields the innermost rules, which are neither a `first` nor an `fsdp`, in order.
+    """Yields the innermost rules, those that are neither a `first` nor an `fsdp`, in order.
 
-    Each comes with the `fsdp`s around it, the innermost first.
+    Each comes with the `fsdp`s around it, the innermost first. `wrappers` are those around `rule`.
     """
     if isinstance(rule, first):
         for part in rule.rules:
@@ -241,10 +247,11 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Returns whether this is a `match("**", P())` that may place no leaf.
+    """Returns whether `rule` is a `match("**", P())` that may be idle.
 
-    It may end any list of rules, and earlier rules may leave nothing for it. But an `fsdp` around
-    it that wraps no other leaf would do nothing: then it must place a leaf.
+    It may end any list of rules, and earlier rules may leave nothing for it. But it must place a
+    leaf if an `fsdp` around it has wrapped no leaf of an earlier rule: that `fsdp` would do
+    nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
@@ -256,8 +263,10 @@ def _idle(
 ) -> Refusal:
     """Returns the refusal of a rule that places no leaf.
 
-    `taken` are the placements by earlier rules, by the leaf's number in `arrays`.
+    `name` is the rule in words, and `taken` are the placements by earlier rules, by the leaf's
+    number in `arrays`.
     """
+    # Only a `match` has a pattern that can be looked at.
     if not isinstance(rule, match):
         left = len(arrays) - len(taken)
         what = (
@@ -265,7 +274,8 @@ def _idle(
             f"{len(arrays)})"
         )
         return Refusal("idle-rule", name, what, "change or remove it")
-    # A pattern that matches nothing is misspelt. One whose leaves earlier rules took is too late.
+    # A pattern that matches nothing is misspelt. If earlier rules took all that it matches, the
+    # rule comes too late. Otherwise its spec is None.
     hits = [i for i, (path, _) in enumerate(arrays) if matches_glob(rule.pattern, path)]
     if not hits:
         what = f"rule {name} {_no_match(rule.pattern, arrays)}"
@@ -274,7 +284,7 @@ def _idle(
     if left:
         what = f"rule {name} gives None for {left[0]}, which it matches"
         return Refusal("idle-rule", name, what, "give it a PartitionSpec, or remove it")
-    by = taken[hits[0]]
+    by = taken[hits[0]]  # `by.by` is its rule in words
     what = (
         f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken "
         f"by earlier rules ({by.path} by {by.by})"
@@ -283,7 +293,8 @@ def _idle(
 
 
 def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
-    """Yields the refusal of an `fsdp` whose axis the mesh lacks or whose size it contradicts."""
+    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not that of the
+    axis."""
     missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
     if missing:
         yield Refusal(
@@ -300,7 +311,7 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    """Returns the words for a pattern that matches no leaf, with the nearest path."""
+    """Returns the words for a pattern that matches no leaf, with the path of closest spelling."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )

@@ -18,17 +18,17 @@ from jax.sharding import PartitionSpec as P
 from parallax._typing import Rule
 from parallax.rules.placement import free, padded, spec_of
 
-# The rules are classes in lower case, as `functools.partial` is. They are called like functions,
-# and `specs` reads their fields to name the wrong rule in an error.
+# The rules are classes in lower case, as `functools.partial` is: they are called like functions.
+# `specs` reads their fields to name the wrong rule in an error.
 
 
 @dataclass(frozen=True)
 class match:
     """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
 
-    Dots separate the parts of a pattern and of a path, and part is matched with part. `**` matches
-    any number of parts, also none. Any other part is a file-name glob: `*` is one whole part, `w*`
-    a part that begins with w.
+    Dots separate the parts of a pattern and of a path. `**` matches any number of parts, also none.
+    Any other part of the pattern is a file-name glob for one part of the path: `*` matches any
+    part, `w*` a part that begins with w.
     """
 
     pattern: str
@@ -47,8 +47,8 @@ class experts(match):
     """A `match` for the weights of experts, to which `parallax.experts.moe` sends tokens.
 
     Tokens of all replicas reach each expert, so its spec may name an axis that splits the batch. An
-    `fsdp` over the same axis does not change the leaf. Any other leaf that is split over such an
-    axis would be another model on each replica.
+    `fsdp` over the same axis does not change the spec. If any other leaf were split over such an
+    axis, each replica would train another model.
     """
 
     def __repr__(self) -> str:
@@ -76,13 +76,13 @@ class fsdp:
 
     The split dim is the largest that no axis splits yet and that divides by `size`; of equally
     large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
-    `min_size` elements, counted before any split, and leaves without such a dim. `explain` names
-    them. To keep some leaves whole, ask another rule first:
+    `min_size` elements, counted before any split, and leaves without such a dim. `explain` says
+    which leaves these are. To keep some leaves whole, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps the dim of
     layers, over which a scan runs, whole. If that dim were split, each replica would run only some
-    of the layers; `zero.gathered` raises an error then.
+    of the layers, and `zero.gathered` would raise an error.
 
     `size` is the size of the mesh axis, or the product for a tuple of axes. It is given here so
     that a rule needs no mesh; `specs` compares it with the mesh.
@@ -110,7 +110,8 @@ class fsdp:
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """Returns the spec that `inside` gives, with one more dim split if one fits."""
         spec = self.inside(path, leaf)
-        # A leaf to which `inside` gives no spec is left to another rule.
+        # A leaf to which `inside` gives no spec is left to another rule. `split` returns the spec
+        # and the reason.
         return None if spec is None else self.split(path, leaf, spec)[0]
 
     def __repr__(self) -> str:
@@ -118,14 +119,14 @@ class fsdp:
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
         """Returns `spec` with one more dim split, or as it was, and the reason in words."""
-        entries = padded(spec, leaf.ndim)
+        entries = padded(spec, leaf.ndim)  # one for each dim
         dims = [
             dim
             for pattern in self.keep
             if matches_glob(pattern, path)
             for dim in self.keep[pattern]
         ]
-        # Dims may be counted from the end, as in NumPy.
+        # `keep` may count dims from the end, as in NumPy.
         spared = {dim + leaf.ndim if dim < 0 else dim for dim in dims}
         fit = [dim for dim in free(leaf, entries, self.size) if dim not in spared]
         if leaf.size < self.min_size:
@@ -139,8 +140,8 @@ class fsdp:
                 spec,
                 f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{note}",
             )
-        # The largest dim leaves the largest blocks; `max` takes the first of equals, so that the
-        # choice is the same everywhere.
+        # A split of the largest dim leaves the largest blocks. Of equal dims `max` takes the first,
+        # so all processes choose alike.
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"
@@ -150,7 +151,7 @@ def matches_glob(pattern: str, path: str) -> bool:
     """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
-        """Returns whether the globs, the parts of a pattern, match all parts of a path."""
+        """Returns whether `globs`, the parts of a pattern, match `parts`, all parts of a path."""
         if not globs:
             return not parts
         # `**` stands for no part, or for the first part and any number of later ones.
@@ -158,4 +159,5 @@ def matches_glob(pattern: str, path: str) -> bool:
             return fits(globs[1:], parts) or (bool(parts) and fits(globs, parts[1:]))
         return bool(parts) and fnmatchcase(parts[0], globs[0]) and fits(globs[1:], parts[1:])
 
+    # `"".split(".")` would be one empty part.
     return fits(*(text.split(".") if text else [] for text in (pattern, path)))

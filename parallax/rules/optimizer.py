@@ -1,7 +1,8 @@
 """The specs of an optimizer's state, which is split like the parameters that it belongs to.
 
-A moment is an array of the state that belongs to one parameter, by its path. An entry of a spec
-says which mesh axes split one dim.
+A moment is an array of the state whose path ends with the path of a parameter, to which it belongs;
+`parameter_index` finds the parameter. An entry of a spec says which mesh axes split one dim, and
+`padded(spec, ndim)` has an entry for each dim.
 """
 
 import itertools
@@ -20,11 +21,11 @@ from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, par
 
 
 class GatheredOptState(eqx.Module):
-    """The state of an optimizer of `parallax.optimizers`, which works on whole matrices.
+    """The state of an optimizer of `parallax.optimizers`, which updates whole matrices.
 
     Attributes:
         groups: the state of each group of leaves; the leaves of a group have the same layers.
-        names: the axes along which matrices are whole; layers are split over these axes instead.
+        names: the axes along which matrices are whole; the layers are split over them instead.
         members: the paths of each group's leaves.
         leads: for each group, the number of first dims that are layers, in its leaves and in every
             array of its state.
@@ -60,16 +61,16 @@ def optimizer_specs(
     A moment may have another shape than its parameter if it is that parameter reduced over some
     dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
     remaining dim stays split as in the parameter. If equal sizes leave open which dim was reduced,
-    a dim stays split only if all possible readings agree. Any other shape is a `ValueError`, unless
-    the parameter is whole: then its state is whole too.
+    a dim stays split only if all possible readings agree. Any other shape raises `ValueError`,
+    unless the parameter is whole: then its state is whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are leaves
-    that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. The state of
-    an optimizer of `parallax.optimizers` is whole along that optimizer's axes; if `mesh` is given,
+    that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An optimizer
+    of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh` is given,
     it must have these axes.
 
-    The specs do not promise that an update on shards equals one on whole leaves; `step.make` checks
-    that.
+    The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
+    checks it.
 
     Args:
         optimizer: the optimizer.
@@ -94,16 +95,19 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
-        """Returns the specs of one group's state. Its `members` are paths of leaves whose first
-        `lead` dims are layers, and whose matrices are whole along the axes `names`."""
+        """Returns the specs of one group's state. `members` are the paths of its leaves, whose
+        first `lead` dims are layers, and whose matrices are whole along the axes `names`."""
 
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
-        # For a moment: the spec of its parameter. For a count: one number for each layer.
+        # A moment has the spec of its parameter. A count has one number for each layer
+        # (`by_layer`).
         def spec_in_group(path, moment):
             return spec_of_moment(path, moment, spec_of_leaf, by_layer)
 
+        # An array that belongs to no leaf is equal for all layers, so the split of the layers of
+        # any member serves.
         by_layer = P(*spec_of_leaf(members[0])[:lead])
         return jax.tree.map_with_path(spec_in_group, group)
 
@@ -145,7 +149,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """Returns the spec of a leaf whose matrices are whole along the axes `names`.
 
-    Its layers, the first `lead` dims, are split over these axes instead.
+    Its layers, the first `lead` dims, are split over these axes instead. A leaf without layers
+    (lead 0) is whole along them.
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.
@@ -162,7 +167,7 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
     matrix_entries = [entry_axes(entry) for entry in entries[lead:]]
     moved = [name for axes in matrix_entries for name in axes if name in names]
     remaining = [tuple(name for name in axes if name not in names) for axes in matrix_entries]
-    # An axis can split one dim only.
+    # An axis can split only one dim, so it is added to the layers only if it splits none yet.
     used = {name for entry in entries for name in entry_axes(entry)}
     layers = [entry_axes(entry) for entry in entries[:lead]]
     if lead:
@@ -176,7 +181,8 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
     """Returns the spec of a moment of the parameter `leaf`, which has `spec` and `path`.
 
-    Raises `ValueError` if the moment is not the leaf reduced over some dims, and the leaf is split.
+    Raises `ValueError` if the leaf is split, and the moment is not that leaf reduced over some
+    dims.
     """
     if moment.shape == leaf.shape:
         return spec
@@ -184,13 +190,14 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     # If the parameter is whole, so is its moment, whatever its shape.
     if not any(entry_axes(entry) for entry in entries):
         return P()
-    # Each reading says which dims of the leaf the moment kept, and gives the entries of its dims.
+    # A reading assumes which dims of the leaf the moment kept (`dims`), and has the entries of the
+    # spec for them; a dim that was reduced to size 1 is not split.
     readings = [
         [
             entries[dim] if size == leaf.shape[dim] else None
             for size, dim in zip(moment.shape, dims, strict=True)
         ]
-        # Nothing records which dims were dropped, so all choices that fit the sizes are tried.
+        # Nothing records which dims were dropped, so all choices of dims that fit the sizes count.
         for dims in itertools.combinations(range(leaf.ndim), moment.ndim)
         if all(size in (1, leaf.shape[dim]) for size, dim in zip(moment.shape, dims, strict=True))
     ]

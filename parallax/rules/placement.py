@@ -1,9 +1,10 @@
 """A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
 
-An entry of a spec says which mesh axes split one dim. The *wrappers* of a leaf are the `fsdp`s
-around its rule, which may split one more dim each. The *batch axes* split the batch, so parameters
-must be the same along them, unless an `fsdp` splits them. Of a placement `p`, `given` is the rule's
-own spec, `spec` the spec after the wrappers, and `by` the name of the rule and its wrappers.
+An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
+*wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
+axes* split the batch, so parameters must be the same along them, unless an `fsdp` splits them. Of a
+placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the name
+of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
 """
 
 import math
@@ -26,7 +27,7 @@ class Refusal:
         where: the path of the leaf, or the rule.
         what: the text of the error: what was needed, and what came.
         cure: the text that says what to do.
-        fits: a spec that the leaf could have: the given one, without the axes that do not fit.
+        fits: a spec that the leaf could have: its own, without the axes that do not fit.
     """
 
     kind: str
@@ -37,7 +38,7 @@ class Refusal:
 
     @property
     def advice(self) -> str:
-        """The cure in full."""
+        """The cure, and the spec that would fit, if there is one."""
         return f"{self.cure}." if self.fits is None else f"{self.cure}. {self.fits} would fit."
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Placement:
         wrappers: the `rules.fsdp`s around that rule, innermost first.
         spec: the spec after all `wrappers`.
         why: what each wrapper did, in words.
-        visited: whether the tokens of all replicas travel to this leaf: it is an expert's.
+        visited: whether the tokens of all replicas are sent to this leaf, which is an expert's.
     """
 
     path: str
@@ -70,7 +71,7 @@ class Placement:
 
     @property
     def by(self) -> str:
-        """The rule in words."""
+        """The rule and its wrappers, in words."""
         return name_of(self.rule, self.wrappers)
 
 
@@ -80,26 +81,25 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf, if any.
+    """Returns the errors in the spec of a leaf, each with a spec that would fit, if one is safe.
 
     Args:
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that split the same dim of all leaves that they split, which may be the
-            layers. The advice never leaves a leaf unsplit there, because each device would then run
-            all layers.
+        stacked: the axes that seem to split layers (see `stacked_axes`). The advice never leaves a
+            leaf unsplit along them, because each device would then run all layers.
     """
-    # A spec with more entries than dims has entries without a size to compare.
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
+    # Sizes come last: a spec with more entries than dims has entries without a size to compare.
     if mesh is not None and not refusals:
         refusals = list(_sizes_refused(p, mesh, stacked))
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec that would fit as its advice, unless the leaf's layers are
-        split."""
-        # Without that axis each device would run all layers.
+        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, an error
+        of sizes is returned unchanged."""
+        # The spec that fits would leave out the stacked axis, and each device would run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -108,21 +108,23 @@ def refused(
 
 
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
-    """Returns the axes that split layers, as the axis of a pipeline's stages does.
+    """Returns the axes that seem to split layers, as the axis of a pipeline's stages does.
 
-    They split two leaves or more, always in the same dim, of the same size.
+    Such an axis splits two leaves or more, always in the same dim, of the same size.
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
-    # A single leaf may be split in any dim; the same dim and size in several leaves are layers.
+    # The split dim of a single leaf may be any dim; the same dim and size in several leaves are
+    # taken for layers.
     return {axis for axis, dims in dims_by_axis.items() if len(dims) > 1 and len(set(dims)) == 1}
 
 
 def _entries_refused(p: Placement) -> Iterator[Refusal]:
-    """Yields the errors of a spec with too many entries, or with an axis twice."""
+    """Yields an error if the spec has more entries than the leaf has dims, and one for each axis
+    that the spec uses more than once."""
     if len(p.spec) > p.leaf.ndim:
         what = (
             f"{p.path}: a spec has at most one entry for each dim, but {p.spec} (rule {p.by}) has "
@@ -143,7 +145,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that a rule splits over an axis of the batch."""
+    """Yields an error for each dim that the rule itself splits over an axis of the batch, unless
+    the leaf is an expert's."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
@@ -166,8 +169,8 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim whose axis the mesh lacks, or whose axes' size does not divide
-    it, with a cure. `stacked` is as in `refused`."""
+    """Yields an error for each dim that is split over an axis which the mesh lacks, or that the
+    number of devices along its axes does not divide. `stacked` is as in `refused`."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -192,7 +195,7 @@ def _sizes_refused(
                 f"{subject} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
             )
             cure = f"{others}, or replicate this leaf with P()"
-            # If one leaf of the stacked ones were replicated, each device would run all layers.
+            # In a leaf of stacked layers, another dim or P() would let each device run all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
                 cure = (
@@ -213,9 +216,10 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, if it does not divide the dim, or if another dim has
-    it. Two kinds of axes are reserved: axes of the batch, and axes that an `fsdp` around the rule
-    adds itself.
+    An axis does not fit if the mesh lacks it, if the dim does not divide by it and the other axes
+    that split the dim, or if an earlier dim has it. Two kinds of axes never fit: axes of the batch,
+    which would make replicas differ, and axes of the `fsdp`s around the rule, which they add
+    themselves.
     """
     # The axes that no further dim may have.
     used = {
@@ -223,11 +227,13 @@ def _fitting(
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
     }
     entries = []
-    # A spec may be shorter than its leaf has dims; the others are whole.
+    # Not `strict`: a spec may have fewer entries than the leaf has dims, which are then whole, or
+    # more, which is one of the errors.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
-            # The devices along the axes of this dim so far and this one; 0 if the mesh lacks one.
+            # The number of devices along the axes that this dim has so far and this one; 0 if the
+            # mesh lacks it, and 1, which always divides, without a mesh.
             size = (
                 1
                 if mesh is None
@@ -241,7 +247,8 @@ def _fitting(
 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
-    """Returns the dims that no axis splits yet and that divide by `size`."""
+    """Returns the dims that no axis splits yet and that divide by `size`; `entries` are those of
+    the leaf's spec, one for each dim."""
     return [
         dim
         for dim, length in enumerate(leaf.shape)
@@ -250,7 +257,7 @@ def free(leaf: Any, entries: list, size: int) -> list[int]:
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list:
-    """Returns the entries of a spec, one for each dim."""
+    """Returns the entries of a spec, one for each dim: None for a dim that it does not mention."""
     return [*spec, *[None] * (ndim - len(spec))]
 
 
@@ -263,5 +270,8 @@ def spec_of(entries: list) -> PartitionSpec:
 
 
 def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
-    """Returns the name of a rule, and the wrappers around it, in words."""
+    """Returns the name of a rule and of the wrappers around it, in words: `rule inside fsdp(...)`.
+
+    A rule that is a function has its `__qualname__`, and any other its `repr`.
+    """
     return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])
