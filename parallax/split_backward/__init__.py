@@ -1,4 +1,5 @@
-"""Splits a traced backward pass in two: the cotangents of inputs, and the gradients of weights."""
+"""Splits a traced backward pass into two programs: one computes the cotangents of inputs, and the
+other the gradients of weights."""
 
 from parallax.split_backward.halves import split
 

@@ -3,8 +3,10 @@
 Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
 
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal. `values` maps each variable to its value. From `jaxprs`:
-`opened` gives the jaxpr of a closed one too, `closed` the programs among an equation's parameters.
+loop; an atom is a variable or a literal. `values` maps each variable to its value. From
+`jaxprs`: `opened(program)` is the jaxpr of a closed program too, `closed(params)` are the programs
+among an equation's parameters, and `called(eqn)` is the only one of them, or None if its numbers of
+arguments and results are not the equation's.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -54,10 +56,10 @@ class Loop(NamedTuple):
 
     Attributes:
         consts: the number of operands that are the same in each trip; they come first.
-        carries: the number of operands, after the consts, that are initial values of the carry; as
-            many results, the first ones, are its last values. The other operands are sliced, and
-            the other results stacked, by trip.
-        body: the program of one trip.
+        carries: the number of carries. The operands after the consts are their initial values, and
+            the first results their last values. All other operands are sliced, one slice per trip,
+            and all other results are stacked by trip.
+        body: the program of one trip: its arguments are the consts, the carries and the slices.
     """
 
     consts: int
@@ -71,19 +73,20 @@ class Loop(NamedTuple):
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
     """Returns the program with its calls inlined, and with the flat bodies of its scans."""
-    # Traced again, since `_results` runs a call's equations one by one in place of the call.
+    # In this trace, `_results` runs the equations of each call one by one in place of the call.
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
     )
     jaxpr = opened(traced)
     scans = {place: eqn for place, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan"}
-    # `scan_parts` gives the numbers of consts and of carries.
+    # `scan_parts` gives the numbers of consts and of carries, the first two fields of a `Loop`.
     loops = {place: Loop(*scan_parts(eqn), flat(_program_of(eqn))) for place, eqn in scans.items()}
     return Flat(jaxpr, dict(zip(jaxpr.constvars, traced.consts, strict=True)), loops)
 
 
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program under a trace, the programs inside calls included; returns its results."""
+    """Runs a program, with the programs of its calls in their place, and returns its results; it
+    runs under the trace of `flat`."""
     jaxpr = opened(program)
     # A `Jaxpr` that is not closed has no constants.
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
@@ -92,9 +95,9 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # This is the backward pass of a `checkpoint`. JAX compiles it with the same
-                # barrier: otherwise XLA would use the forward pass's values, and keep them in
-                # memory.
+                # This is the backward pass of a `checkpoint`, before which JAX itself puts a
+                # barrier when it compiles it. Without one, XLA would not recompute, but keep the
+                # forward pass's values in memory.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
         else:
@@ -104,8 +107,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of variables and literals as JAX arrays: a constant of a traced function
-    may be a NumPy array."""
+    """Returns the values of variables and literals, all as JAX arrays: constants of a traced
+    function may be NumPy arrays."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""
@@ -118,11 +121,11 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 
 
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
-    """Returns the results of one equation of a program.
+    """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
 
     It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
     """
-    # A jaxpr takes each variable once, though the equation may read it twice.
+    # An argument stands in a jaxpr once, though the equation may read a variable twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -136,10 +139,11 @@ def variables_of(atoms: Sequence[Any]) -> list[Any]:
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """Returns the same values behind a barrier, so that XLA does not fuse them with the operations
-    that compute them."""
+    """Returns the same values behind a barrier, so that XLA does not fuse or merge the operations
+    before it with those after it."""
     results = list(values)
-    # JAX types all results of a barrier as varying over the same axes: one barrier for each type.
+    # JAX types all results of a barrier as varying over the same axes. So there is one barrier for
+    # each set of axes.
     for kind in dict.fromkeys(map(varying_axes, values)):
         places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
         for place, value in zip(
@@ -150,15 +154,16 @@ def barrier(values: Sequence[Any]) -> list[Any]:
 
 
 def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[int]], set[Any]]:
-    """Finds the part of a program that these of its results need, as dead-code elimination does.
+    """Finds the part of a program that some of its results need, as dead-code elimination does.
 
     Args:
         program: the program.
         outputs: the indices of the results that are needed.
 
     Returns:
-        For each needed equation, by its place, the indices of its needed results; and all needed
-        variables. A carry of a scan is needed if a needed result depends on it in some trip.
+        For each needed equation, by its place, the indices of its needed results; and the set of
+        all needed variables. An equation with side effects is always needed. A carry of a scan is
+        needed if a needed result depends on it in some trip.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -172,21 +177,22 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
-    """Returns the indices of the results that the equation at `place` must compute, and of the
-    operands that they need. `results` are the indices of the wanted results. Only a scan must
-    compute more than these: the carries that they depend on."""
+    """Returns the indices of the results that the equation at `place` must compute, and the indices
+    of the operands that they need. `results` are the indices of the wanted results. Only a scan
+    must compute more than these: the carries on which they depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):  # result i needs only operand i
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
-    # A carry that one trip needs is a result of the trip before, which may need more carries.
+    # A carry that one trip reads is a result of the trip before, which may read more carries. So
+    # carries are added until no more are found. Carry i is operand consts + i and result i.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
         with_carries = results | {i - loop.consts for i in operands if i in loop.inits()}
         if with_carries == results:
-            # A needed carry needs its initial value, even if no trip reads it.
+            # A carry that is computed has an initial value, even if no trip reads it.
             return results, operands | {i + loop.consts for i in results if i < loop.carries}
         results = with_carries
 
@@ -202,7 +208,7 @@ def size(variables: Collection[Any]) -> int:
 
 
 def primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the names of an equation's primitive and of all primitives inside it."""
+    """Yields the name of an equation's primitive, and those of all primitives in its programs."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
         for each in every(jaxpr):

@@ -8,8 +8,10 @@ computed in I; no matmul is computed twice. A scan becomes two scans: in each tr
 stacks the values that the second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
-`made` variables exist only in I, `late` variables only in W. A trip is one iteration of a scan. A
-place is the index of an equation in a jaxpr. `values` maps each variable to its value.
+`made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
+only in W. A trip is one iteration of a scan. A place is the index
+of an equation in a jaxpr. `values` maps each variable to its value. A barrier is an
+`optimization_barrier`, whose result i is operand i. `flat` inlines the calls of a program.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
 traced program, by dead-code elimination, is ours.
@@ -75,6 +77,7 @@ def split(
     program = flat(backward)
     arguments = program.jaxpr.invars
     results = range(len(program.jaxpr.outvars))
+    # The cotangents are arguments of I only.
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
@@ -85,7 +88,8 @@ def split(
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
-        """Runs W, on the arguments that both halves read and the arrays of I."""
+        """Runs W, on the arguments that both halves may read, and then the arrays of I: returns
+        the gradients of the weights."""
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
@@ -102,7 +106,7 @@ class Step(NamedTuple):
         eqn: the equation.
         loop: for a scan, the two halves of its trips; else None.
         places: for a barrier, the indices of the operands that it passes on in this half, which
-            may lack the others; () until `_chosen` sets it.
+            may lack the others; `_chosen` sets it. Other equations ignore it.
     """
 
     eqn: JaxprEqn
@@ -119,10 +123,10 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, which is no scan, and adds its results to `values`. The
-        equation is one of `jaxpr`."""
+        """Runs the step's equation, which is one of `jaxpr` and no scan, and adds its results to
+        `values`."""
         if is_barrier(self.eqn):
-            # Only on the operands of this half; result i of a barrier is operand i.
+            # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
             values.update(zip((self.eqn.outvars[i] for i in self.places), results, strict=True))
         else:
@@ -136,10 +140,10 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second reads. The arrays that the scans of
-            `first` stack for the second half come after their values.
+        handed: the variables of the first half that the second reads. Behind their values, the
+            first half also hands over the arrays that its scans stack.
         made: all variables that only the first half has.
-        reads: the arguments that each half reads.
+        reads: the arguments that the first half reads, and those that the second half reads.
     """
 
     program: Flat
@@ -211,14 +215,15 @@ class CutLoop(NamedTuple):
 
     def reads(self, half: int) -> set[int]:
         """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
+        # Argument i of a trip belongs to operand i of the scan.
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
             for i, variable in enumerate(loop.body.jaxpr.invars)
             if variable in self.trip.reads[half]
         }
-        # A half needs the initial values of only those carries that it computes itself. A carry of
-        # the other half, which it may read, is handed over from each trip.
+        # A half needs the initial values of only those carries that it computes itself. If the
+        # second half reads a carry of the first, that is handed over from each trip.
         return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
@@ -251,12 +256,12 @@ class CutLoop(NamedTuple):
         """Runs the scan of one half, and adds its results to `values`.
 
         `one_trip(arguments, handed)` runs that half of a trip: it returns the results of the trip,
-        and arrays to stack. `handed` has the arrays for all trips, [trips, ...] each. Returns the
-        stacked arrays, [trips, ...] each.
+        and arrays to hand on. `handed` has the arrays of the other half for all trips, [trips, ...]
+        each. Returns the arrays to hand on, stacked: [trips, ...] each.
         """
         # Sorted, so that carries come before stacked results, as in `lax.scan`.
         loop, results = self.loop, sorted(self.results[half])
-        variables = loop.body.jaxpr.invars
+        variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
         inits = [loop.consts + i for i in results[:carry_count]]
         operands = {i: read([eqn.invars[i]], values)[0] for i in self.reads(half)}
@@ -264,9 +269,9 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of a trip as `lax.scan` takes it: `(carry, stacked)`. `inits` and
-            `sliced` are the indices, among the trip's arguments `variables`, of the carry and of
-            the sliced operands in this half."""
+            """Runs one half of a trip as the body of `lax.scan`, and returns its carry and the
+            results to stack. `inits` and `sliced` are the indices, among the trip's arguments
+            `variables`, of this half's carries and slices."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -303,15 +308,17 @@ def _cut(
         late: the arguments that only the second half is given; no result of `first` needs them.
     """
     jaxpr = program.jaxpr
-    # By the place of each needed equation, the indices of its needed results.
+    # By the place of each needed equation, the indices of its needed results: for the results
+    # `first` alone, and for all.
     needed_first, (needed_results, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
-    # Each equation that a result needs, with whether the first and the second half may run it.
+    # Each equation that a result needs, and whether the first and whether the second half may run
+    # it.
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        # A barrier and a scan may run in both halves, in each with its part of the operands. Their
-        # results that only one half computes are `made` or `late`.
+        # A barrier and a scan may run in both halves, in each with its part of the operands. Those
+        # of their results that only one half has are `made` or `late`.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -328,14 +335,13 @@ def _cut(
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
         plan.append((Step(eqn, loop, ()), runs_in))  # `_chosen` sets the operands of a barrier
-    # The second half (1) is chosen first: the variables in `made` that it needs are handed over. So
-    # it computes no variable in `made`, and the first half (0) none in `late`.
+    # The last argument has the variables that a half must not compute. The second half (1) is
+    # chosen first, since the first half (0) must compute what it hands over.
     second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
     # Both halves must list the handed arrays in one order, which a set does not have.
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
     first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
-    # Last, the arguments that each half reads.
     arguments = set(jaxpr.invars)
     return Cut(
         program,
@@ -362,7 +368,8 @@ def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
 def _may_run_in(
     eqn: JaxprEqn, made: set[Any], late: set[Any], *, is_needed_first: bool
 ) -> tuple[bool, bool]:
-    """Returns whether the first half may run an equation, and whether the second half may.
+    """Returns whether the first half may run an equation, and whether the second half may. Where
+    both may, `_chosen` lets each half run it that needs its results.
 
     Args:
         eqn: the equation.
@@ -372,15 +379,15 @@ def _may_run_in(
     """
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
-        # The second half may repeat it if that costs little and it has the operands.
+        # The second half may repeat the equation if that costs little and it has the operands.
         return True, not reads & made and _is_cheap(eqn)
-    # Only the second half needs it. It must run there if it reads a late variable, and does if it
-    # is expensive, so that the first half, which other stages wait for, stays short.
+    # Only the second half needs its results. It must run there if it reads a late variable. It
+    # also runs there if it is expensive: other stages wait for the first half, so that stays short.
     if reads & late or not _is_cheap(eqn):
         return False, True
     if reads & made:
-        # Either half could run it: the one is chosen that hands over fewer bytes, the results if
-        # the first half runs it, else the operands.
+        # If the first half runs it, its results are handed over, and else its `made` operands: the
+        # choice that hands over fewer bytes is taken.
         is_smaller = size(set(eqn.outvars)) <= size(reads & made)
         return is_smaller, not is_smaller
     # To run a cheap equation twice costs less than to store its result.
@@ -390,13 +397,13 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan in two: the first half computes the results `first`, and the second half the
-    rest of `results`, both sets of indices. `late` are variables that only the second half has.
+    """Returns a scan as two scans: the first half computes the results `first`, and the second half
+    the rest of `results`, both sets of indices. `late` are variables that only the second half has.
 
-    A stacked result moves to the first half if that computes it anyway.
+    A stacked result moves to the first half if the first half computes it anyway.
     """
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
-    # The arguments of a trip that are constants or slices of late operands.
+    # The arguments of a trip whose operands are late.
     late_inside = {
         inside
         for inside, atom in zip(variables, eqn.invars, strict=True)
@@ -412,8 +419,9 @@ def _cut_loop(
         trip = _cut(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
+        # Not carries, which stay in the half that needs them, and not numbers in the program itself.
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
-        # A result that moves to the first half changes what the first half makes, so try again.
+        # If a result moves to the first half, that may compute more variables: so cut again.
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
         if not made_anyway:
             return CutLoop(loop, trip, (first, second))
@@ -423,15 +431,16 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns the steps that a half runs for the variables `needed`, and all variables that it
-    reads. It computes no variable of `elsewhere`, which the other half has."""
+    """Returns the steps that a half, 0 or 1, runs for the variables `needed`, and the set of
+    `needed` and all variables that these steps read. It computes no variable in `elsewhere`, which
+    only the other half has."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _acts(step.eqn)):
             continue
-        # For a barrier, whose result i is operand i; other equations run whole.
+        # Used for a barrier only, whose result i is operand i: any other equation runs whole.
         places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
         chosen.append(step._replace(places=places))
         needed = needed | set(chosen[-1].reads(half))
@@ -444,5 +453,6 @@ def _acts(eqn: JaxprEqn) -> bool:
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
-    """Returns whether to compute an equation twice costs little: no matmul and no side effect."""
+    """Returns whether an equation may be computed twice at little cost: it has no side effect, and
+    all operations in it are among `CHEAP`."""
     return not _acts(eqn) and all(name in CHEAP for name in primitives(eqn))
