@@ -17,6 +17,8 @@ all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf 
 the axes that its spec names, and summed over the others. It is not summed over axes that split the
 parameter itself (experts). A mean divides by the size of all axes. `splits_of(path, by_path, axis)`
 gives the dims of a leaf that `axis` splits, each as a `Split`: the dim and its part of the axis.
+`sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`, so that all devices
+send in one order: else they could wait for each other forever.
 
 `ZeRO` makes these functions, which must agree, from a stage, an axis and the model's rule.
 
@@ -57,11 +59,11 @@ def reduce_scattered(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
-    keeps its share: `A[I] {U_X} -> A[I_X]`.
+    keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
-    whole are all-reduced, and so is the loss. Gradients that `reduce_scatter` has already scattered
-    inside `grad` are only divided.
+    whole are all-reduced, and so is the loss. If `reduce_scatter` has already scattered a gradient
+    inside `grad`, it is not scattered again, but divided.
 
     Args:
         grad: a gradient function.
@@ -81,16 +83,19 @@ def reduce_scattered(
     def scatter(value, gradients, params, names):
         """Scatters the gradients; `names` has for each leaf the axes over which it is to be summed.
 
-        Returns the value, the shares, and for each leaf the axes that are still to be summed over.
+        Returns the value, the shares, and for each leaf the axes over which it is still to be
+        summed.
         """
 
+        # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
+        # itself, such as that of experts, is not among these: along it no sum is left to take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
             """Returns this device's share of one gradient, in float32 or wider."""
-            # A gradient of another shape than the parameter was already scattered inside `grad`,
-            # once in each microbatch (ZeRO-2).
+            # A gradient that does not have the parameter's shape was already scattered inside
+            # `grad`, once in each microbatch (ZeRO-2).
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
@@ -99,11 +104,9 @@ def reduce_scattered(
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
-        # The first reduce-scatter waits for all gradients. Otherwise devices on a CPU could begin
-        # with different leaves, and wait for each other forever.
+        # All arrays wait for each other before the first reduce-scatter. Otherwise devices on a CPU
+        # could begin with different leaves, and wait for each other forever.
         value, gradients = sequence_after((value, gradients), (value, gradients))
-        # `names` lacks an axis that splits the parameter itself, such as that of experts: along it
-        # the gradient is not a sum of terms.
         splits = jax.tree.map_with_path(splits_of_leaf, gradients, names)
         shares = jax.tree.map(scattered, gradients, params, splits)
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
@@ -117,11 +120,12 @@ def reduce_scattered(
 
 def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """Returns this device's shares of the sums of `gradients` over `axis`; leaves that stay whole
-    are not summed.
+    are returned unchanged, not summed.
 
-    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap that in `reduce_scattered`. That
-    recognises shares by their shape, sums the leaves that stay whole, and divides. `axis` has only
-    the axes of the shares, not an axis that splits a parameter itself, such as that of experts.
+    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
+    `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
+    divides. `axis` has only the axes of the shares, not an axis that splits a parameter itself,
+    such as that of experts.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -140,15 +144,16 @@ def sharded(
     optimizer that acts element by element.
 
     Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
-    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes move. It
-    averages and scatters local gradients of full shape itself, and takes its share of gradients
-    that are already averaged. Inside the map, its `init` returns the device's share of the state.
-    Outside, where arrays are global, it returns the whole state, which
-    `rules.optimizer_specs(optimizer, params, specs)` places.
+    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes move. If
+    gradients have their full shape, `update` averages and scatters them itself, or, if they are
+    averaged already, takes the device's share. Inside the map, its `init` returns the device's
+    share of the state. Outside, where arrays are global, `init` returns the whole state, for which
+    `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
 
-    Arguments are as in `reduce_scattered`. An optimizer that combines elements would see only
-    the elements of a share, and is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix`
-    instead. Clip in `step.make` or `grads.clipped`, which take the norm over all shares.
+    `axis` and `specs` are as in `reduce_scattered`. An optimizer that combines elements would see
+    only the elements of a share, and is refused: wrap it in `optimizers.whole` or
+    `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`, which take the norm over
+    all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -156,9 +161,11 @@ def sharded(
     """
 
     axis, optimizer, by_path = Axis.of(axis), with_extra(optimizer), trees.by_path(specs)
+    # Refuses an optimizer that does not act element by element.
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    def splits(path, weight):  # not over axes that split the parameter itself, as for experts
+    # The splits into shares, not over axes that split the parameter itself, as for experts.
+    def splits(path, weight):
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
     def share(path, weight):
@@ -168,9 +175,9 @@ def sharded(
         """Returns this device's share of the mean of one gradient."""
         if gradient.shape != weight.shape:  # already a share, from `reduce_scattered`
             return gradient
-        # The axes along which the devices have one parameter and different gradients.
+        # The axes along which the devices have the same parameter and different gradients.
         local = set(replicated_axes(weight, axis)) & set(varying_axes(gradient))
-        # It is whole and already averaged: no device needs to send anything.
+        # If there are none, the gradient is averaged already: no device needs to send anything.
         if not local:
             return share(path, gradient)
         return _mean_share(gradient, weight, splits(path, weight), axis, local)
@@ -179,8 +186,10 @@ def sharded(
         return shards.gather(update, splits(path, weight))
 
     def init(params):
-        """Returns the state of this device's shares, or, outside a map, of the whole leaves."""
-        # Outside a map the arrays are global: `rules.optimizer_specs` splits the whole state.
+        """Returns the state of this device's shares, or, outside a map over `axis`, of the whole
+        leaves."""
+        # Outside a map the arrays are global, so the state is whole, and `rules.optimizer_specs`
+        # gives the specs that split it.
         weights = eqx.filter(params, trees.is_inexact)
         return optimizer.init(
             jax.tree.map_with_path(share, weights) if shards.runs_over(axis) else weights
@@ -193,7 +202,7 @@ def sharded(
         updates, state = update_shares(gradients, state, weight_shares, **extra)
         return jax.tree.map_with_path(whole, updates, weights), state
 
-    # `update_shares` decides whether the optimizer is right on the shares.
+    # Marked as right for the check of `step.make`: `update_shares` has its own check.
     checked_update = right_on_shards(update, at="zero.sharded")
     return optax.GradientTransformationExtraArgs(init, checked_update)
 
@@ -201,20 +210,20 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient, which differs between devices along
-    the axes `local`. `splits` are the splits of the leaf into shares."""
-    # Only along the axes in `local` do the devices have different terms to sum. Along the others
-    # the gradient is the same, and a share is cut from it.
+    """Returns this device's share of the mean of a gradient, which has its parameter's shape and
+    differs between devices along the axes `local`. `splits` are the splits into shares."""
+    # Only along the axes in `local` do the devices have different terms, which are summed: by a
+    # reduce-scatter along the splits over these axes, and by an all-reduce along the others.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
     gradient = shards.reduce_scatter(gradient.astype(accumulation_dtype(gradient.dtype)), scattered)
     summed = axis.over(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
-    # Along the other splits all devices have the same, so each takes its share.
+    # Along the other splits all devices have the same gradient, so each cuts its share out of it.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # The mean is also over the axes that split the parameter itself, such as that of experts: along
-    # those the gradient is already a sum.
+    # The mean is also over axes along which the parameter itself varies, such as that of experts:
+    # along these the gradient is already a sum. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -235,8 +244,8 @@ def gathered(
 
     Args:
         function: a loss function, or a block; its first argument is the tree of parameters.
-        specs: the specs of the shares, a tree like that argument.
-        axis: the axis that splits the batch.
+        axis: the axis, or the axes, that split the batch.
+        specs: the specs of the shares, a tree like the function's first argument.
 
     Raises:
         ValueError: a dim is split over `axis` and, inside that, over another axis: the gathered
@@ -261,23 +270,25 @@ def gathered_once(
 
     It is for parameters that all microbatches need and that are too small to be gathered in each,
     such as embeddings beside `gathered` blocks. Leaves whose spec is None or does not name `axis`
-    are passed unchanged. Wrap it in `grads.averaged`.
+    are passed unchanged, and so are their gradients. Wrap it in `grads.averaged`, which sums the
+    gradients of these leaves, and divides all.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
-        """Returns `(value, gradients)`, with the gradients of split leaves as shares."""
+        """Returns `(value, gradients)`, with the gradients of split leaves as shares, summed over
+        `axis`, and those of whole leaves as this device has them."""
 
-        # Whole leaves need not wait for the gathers: only gathered leaves go through the barrier.
+        # Only gathered leaves wait for each other: whole leaves need not wait for the gathers.
         def only_split(path, x):
             return x if splits_of(path, by_path, axis) else None
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
+        # All gathers end before `grad` begins, which may send too. Whole leaves come from `wholes`.
         results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
-        # The reduce-scatters wait for all results of `grad`, so that all devices send in the same
-        # order.
+        # The reduce-scatters wait for all results of `grad`, so that all devices send in one order.
         value, gradients = sequence_after(results, results)
         return value, reduce_scatter(gradients, axis, specs)
 
@@ -288,11 +299,11 @@ class PartSpecs(NamedTuple):
     """Specs for the parts of a model whose parameters are stored as shares.
 
     Attributes:
-        ends: the specs of all parameters but the blocks, which have None: for `gathered_once`, or
-            for `gathered` around the loss.
+        ends: the specs of the model, with None in place of the blocks: for `gathered_once`, or for
+            `gathered` around the loss.
         stage: the specs of the blocks as a stage of a pipeline sees them, [layers, ...]; without a
             pipeline, as the model has them.
-        layer: the specs of one layer: for `gathered` around the block that a loop runs.
+        layer: the specs of one layer, for `gathered` around the block that a loop runs.
     """
 
     ends: Specs
@@ -314,8 +325,8 @@ def part_specs(
         specs: the specs of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
         blocks: picks the blocks.
-        loops: the number of first dims of the blocks' arrays that are looped over: 1, the layers,
-            or 2, the chunks and layers of a pipeline.
+        loops: the number of first dims of the blocks' arrays that are looped over: 1 for the
+            layers, or 2 for the chunks and layers of a pipeline.
 
     Raises:
         ValueError: a dim that is looped over is split over `axis`: each device would run only some
@@ -327,13 +338,14 @@ def part_specs(
         """Returns the specs of the blocks without their first `count` dims."""
 
         def inner(path, spec):
-            """Returns the spec of one leaf without its first `count` dims, which must be whole over
-            the axes `names`. `loops`, the most such dims, is for the message."""
+            """Returns the spec of one leaf without its first `count` dims; raises `ValueError` if
+            one of these is split over the axes `names`."""
             split = [
                 dim
                 for dim, entry in enumerate(spec[:count])
                 if names & set(trees.entry_axes(entry))
             ]
+            # The cure in the message is to keep all looped dims whole, not only the first `count`.
             if split:
                 raise ValueError(
                     f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, "
@@ -346,13 +358,15 @@ def part_specs(
         return jax.tree.map_with_path(inner, blocks(specs), is_leaf=trees.is_spec)
 
     ends = eqx.tree_at(blocks, specs, None, is_leaf=trees.is_spec)
+    # A stage gets one chunk at a time: its specs lack the dim of chunks, if there is one.
     return PartSpecs(ends, stage=without(loops - 1), layer=without(loops))
 
 
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
-    """Gathers the leaves of these shares over `axis`; the transpose is a reduce-scatter."""
-    # It raises for an axis that the mesh lacks. Otherwise `splits_of` would find no split over the
-    # axis, and the shares would count as whole leaves.
+    """Returns `params` with its shares gathered over `axis` to whole leaves; the transpose is a
+    reduce-scatter. `by_path` are the specs of the shares."""
+    # This raises an error for an axis that the mesh lacks. Otherwise `splits_of` would find no
+    # split over the axis, and the shares would count as whole leaves.
     axis.size()
 
     def gather_dim(x, split):
@@ -364,7 +378,7 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
         def scatter(cotangent):
             return shards.reduce_scatter(cotangent, [split]).astype(cotangent.dtype)
 
-        # `remat.gathers` finds the result by this name, and gathers again in the backward pass.
+        # By this name `remat.gathers` finds the result, to gather it again in the backward pass.
         return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
     def whole(path, x):
@@ -375,7 +389,8 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
 
 @dataclass(frozen=True, eq=False)
 class ZeRO:
-    """All the parts of ZeRO, which must agree, from its stage, its axis and the model's own rule.
+    """All the functions of one stage of ZeRO, which must agree, made from the stage, the axis and
+    the model's own rule.
 
         >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
         >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)
@@ -400,7 +415,7 @@ class ZeRO:
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: the rule of the shares, which splits the optimizer's state; for `step.init`.
+        optimizer_rule: the rule of the shares, for `step.init`: it splits the optimizer's state.
         specs: the specs of the shares, a tree like the model, for the functions of this module.
 
     Raises:
@@ -435,7 +450,8 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
-        # The dataclass is frozen, so that its parts always agree; this is the way to set a field.
+        # The dataclass is frozen, so that its parts always agree; a field can be set only like
+        # this.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
@@ -448,8 +464,8 @@ class ZeRO:
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 it gathers them first,
-        and otherwise it is unchanged."""
+        """Returns `loss` for the parameters as they are stored: in stage 3 it gathers them first;
+        in the other stages `loss` is returned unchanged."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -458,10 +474,11 @@ class ZeRO:
 
     def grad(self, grad: Grad, *, microbatches: int = 1) -> Grad:
         """Returns a gradient function for the mean of `grad` over microbatches and over the devices
-        of the axis; each device keeps its share.
+        of the axis; each device keeps its share of the gradients.
 
-        Stage 2 scatters the gradients of each microbatch before it adds them up, and stage 1
-        scatters their sum.
+        Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
+        microbatch before it adds them up. In stage 3 the backward pass of the gathers
+        in `loss` scatters them, and only gradients of leaves that stay whole are summed here.
         """
 
         def scattered_grad(params, batch):
@@ -493,8 +510,8 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf whose shape on this device does not follow from its spec. `wholes` has
-            the whole shapes by path."""
+            """Refuses a leaf that the model lacks, or whose shape on this device does not follow
+            from its spec. `wholes` has the whole shapes by path."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
@@ -511,8 +528,8 @@ class ZeRO:
 
         def wrapped(params, *arguments):
             """Checks the shapes of the parameters, and then calls the function."""
-            # With a wrong rule the shapes often still fit each other, and the step would train
-            # another model.
+            # With a wrong rule the shapes of the parameters often still fit each other, and the
+            # step would train another model.
             for path, leaf in jax.tree.leaves_with_path(eqx.filter(params, trees.is_inexact)):
                 check(trees.dotted(path), leaf.shape)
             return function(params, *arguments)

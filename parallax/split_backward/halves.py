@@ -419,7 +419,7 @@ def _cut_loop(
         trip = _cut(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
-        # Not carries, which stay in the half that needs them, and not numbers in the program itself.
+        # Not carries, which stay in the half that needs them, and not numbers of the program.
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
         # If a result moves to the first half, that may compute more variables: so cut again.
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
