@@ -4,7 +4,9 @@
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
 It imports nothing of the core. `models.recipe` builds a run from it, and `validate` refuses sizes
-that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of each field.
+that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of each field. Of
+the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in `BATCH_AXES` split the
+batch by sequences. `validate.refusal` returns the error's text, or None if there is no fault.
 """
 
 import dataclasses
@@ -34,8 +36,8 @@ __all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 class Layout:
     """The sizes of a parallel run.
 
-    The recipe of `models.decoder` chooses the rest by the devices of the mesh; `Compute` overrides
-    it:
+    The recipe of `models.decoder` makes the following choices by the kind of the mesh's devices;
+    `Compute` overrides them:
 
     | | CPU, GPU | TPU |
     |---|---|---|
@@ -48,35 +50,35 @@ class Layout:
         data: replicas, among which the batch is split.
         stage: pipeline stages, among which the layers are split.
         tensor: devices that share each layer's heads and hidden units.
-        replica: groups of `data` replicas, for groups on a slower network (HSDP). Each group has a
-            copy of all that ZeRO splits over `data`. Gradients are reduced inside a group, and then
-            their shares between groups: 1/n of the bytes.
+        replica: groups of `data` replicas each, with a slower network between the groups (HSDP).
+            Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced inside
+            a group, and then their shares, 1/n of the bytes, are reduced between groups.
         expert: devices among which each layer's experts are split; tokens travel to their experts.
             In all else the axis behaves like `data`: its devices take different sequences. ZeRO
             splits its state only over `data` and `context`. See `parallax.experts`.
-        context: devices among which the tokens of each sequence are split; attention exchanges
-            keys and values around them. See `parallax.context`.
+        context: devices among which the tokens of each sequence are split; attention passes the
+            keys and values around these devices. See `parallax.context`.
         microbatches: the parts of a replica's batch. They run one after another, or, with stages,
             follow each other through the stages; their gradients are accumulated.
-        chunks: chunks of layers on each stage: more than 1 is the interleaved pipeline, with a
-            smaller bubble.
-        zero: the values that the replicas split instead of holding copies: 1 the optimizer's state,
-            2 also the sums of gradients, 3 also the parameters.
+        chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
+            its bubble is smaller.
+        zero: the stage of ZeRO. The replicas split between them, instead of holding copies: from 1
+            on, the optimizer's state; from 2 on, the sums of gradients; at 3, the parameters too.
         sequence: whether the residual stream is split by tokens over the tensor axis.
         precision: the type that the model computes in: that of its parameters (`full`), or
             `bfloat16` or `float16` copies of them.
         remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
-            gathered over devices; `attention`; or all but the matmuls with weights (`products`), a
-            `block`'s input, or a `stage`'s input. See `parallax.remat`.
+            gathered over devices; `attention`; or all values except the results of matmuls with
+            weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.
         schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
             `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
             inside a stage, `one_f_one_b` or `zero_bubble`. The default allows chunks, and any
-            collectives and recomputation in a stage, which makes the others slower;
+            collectives and recomputation in a stage, which would make other schedules slower;
             docs/pipeline.md has the measured times of all.
-        split_sends: whether each of the t devices of the tensor axis sends 1/t of the activation to
-            the next stage, which gathers it; all t devices have the whole. It is for stages on
-            different machines. See `pipeline.split_over`.
-        processes: the processes that drive the devices, with equally many devices each.
+        split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
+            activation, which all t hold whole, to the next stage, which gathers it. It is for
+            stages on different machines. See `pipeline.split_over`.
+        processes: the number of processes, each of which drives equally many devices.
 
     Raises:
         ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act
@@ -101,12 +103,12 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
-        """Checks the fields, with NumPy's numbers as Python's."""
-        # JSON could not write NumPy's numbers, and equal layouts could have different hashes. The
-        # class is frozen, so this is the way to set a field.
+        """Turns NumPy's numbers in the fields into Python's, and refuses fields that do not fit."""
+        # JSON could not write NumPy's numbers, and equal layouts could have different hashes. A
+        # field of a frozen class can be set only like this.
         for name, value in _as_python(vars(self)).items():
             object.__setattr__(self, name, value)
-        self._refuse({})
+        self._refuse({})  # the model, batch and machine are not known here
 
     # Devices
 
@@ -124,8 +126,8 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The number of parts of the batch, each on one copy of the model; the copies along the
-        axis `expert` share their experts."""
+        """The number of parts of the batch, each of which is computed by one copy of the model;
+        copies along the axis `expert` have their experts in common."""
         return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
@@ -135,8 +137,8 @@ class Layout:
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Returns the index of a device along each axis. Devices are numbered with the last axis
-        fastest, as in a mesh.
+        """Returns the index of a device along each axis. Along the last axis the devices have
+        successive numbers, as in a mesh.
 
         Raises:
             ValueError: there is no such device.
@@ -144,6 +146,7 @@ class Layout:
         places, number = {}, device
         for name in reversed(self.axes):
             number, places[name] = divmod(number, self.axes[name])
+        # `number` is what is left: 0 if the device exists.
         if number or device < 0:
             last = self.devices - 1
             raise ValueError(
@@ -152,8 +155,8 @@ class Layout:
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """Returns the devices that `device` communicates with along these axes, itself included, in
-        the order of their ring.
+        """Returns the devices with which `device` communicates along these axes, itself included,
+        in ascending order, which is the order of their ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -163,6 +166,7 @@ class Layout:
             raise ValueError(
                 f"Layout has the axes {', '.join(AXES)}; got {unknown[0]!r}. Use one of those."
             )
+        # A group has all devices that have the same index along the other axes.
         fixed = {
             name: place
             for name, place in self.coordinates(device).items()
@@ -177,11 +181,13 @@ class Layout:
     # The batch and the shards, for the recipe and the plan
 
     def global_batch(self, sequences: int) -> int:
-        """Returns the sequences of a step if each microbatch has `sequences` on a device."""
+        """Returns the number of sequences of a step if each microbatch has `sequences` on a
+        device."""
         return sequences * self.microbatches * self.replicas
 
     def sequences(self, batch: int) -> int:
-        """Returns the sequences of one microbatch on a device, for a global batch that divides."""
+        """Returns the number of sequences of one microbatch on a device, for a global `batch` that
+        divides evenly."""
         return batch // (self.microbatches * self.replicas)
 
     @property
@@ -191,29 +197,30 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """The number of devices among which the optimizer's state is split: 1 without ZeRO."""
+        """The number of devices among which ZeRO splits the optimizer's state: 1 without ZeRO."""
         return self.data * self.context if self.zero >= 1 else 1
 
     @property
     def gradient_shards(self) -> int:
-        """The number of devices among which the sums of gradients are split: 1 below ZeRO-2."""
+        """The number of devices among which ZeRO splits the sums of gradients: 1 below ZeRO-2."""
         return self.data * self.context if self.zero >= 2 else 1
 
     @property
     def parameter_shards(self) -> int:
-        """The number of devices among which the parameters are split: 1 below ZeRO-3."""
+        """The number of devices among which ZeRO splits the parameters: 1 below ZeRO-3."""
         return self.data * self.context if self.zero == 3 else 1
 
     @property
     def token_shards(self) -> int:
-        """The number of tensor devices among which the residual stream is split by tokens."""
+        """The number of tensor devices among which the residual stream is split by tokens: 1
+        without `sequence`."""
         return self.tensor if self.sequence else 1
 
     # Checks
 
     @classmethod
     def admits(cls, **fields: Any) -> bool:
-        """Returns whether there is a layout of these fields, the others at their defaults."""
+        """Returns whether these fields, with all others at their defaults, make a valid layout."""
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -223,8 +230,8 @@ class Layout:
             layout.check(config.sizes | {"batch": 64, "devices": 8})
 
         Args:
-            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens and batch; if they
-                are known, also experts, devices and processes.
+            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens and batch; and
+                experts, devices and processes, if these are known.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -240,7 +247,8 @@ class Layout:
         self._refuse(dict(sizes))
 
     def _refuse(self, sizes: dict[str, Any]) -> None:
-        """Raises `ValueError` if the fields are wrong, or do not fit these sizes."""
+        """Raises `ValueError` if the fields are wrong, or do not fit these sizes; without sizes,
+        only the fields are checked."""
         message = validate.refusal(vars(self), _as_python(sizes))
         if message is not None:
             raise ValueError(message)
@@ -263,14 +271,15 @@ class Layout:
         Args:
             text: parts separated by commas.
             sizes: any of the sizes of `check`, which the layout must fit.
-            wording: the form of the proposal in an error; by default it proposes the whole text.
+            wording: how an error writes its proposal; by default as the whole corrected text.
 
         Raises:
             ValueError: a part that is not `name=value`, an unknown name or value, a name twice; or
                 as `Layout` does.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they stand.
+        # `misread` are the sentences for parts that could not be read as they are. `_known_name`
+        # adds one for an unknown name, for which it returns the name of closest spelling.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -288,7 +297,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
-        """Returns the layout that `to_json` wrote; fields that are absent have their defaults.
+        """Returns the layout that `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
             ValueError: as `parse` does.
@@ -314,10 +323,11 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """Returns the layout of these fields, or raises a `ValueError`.
+        """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
         `misread` are the sentences for faults of the text; in `written` these are already mended.
         """
+        # The first fault of the text, if there is one, begins the message.
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -339,17 +349,19 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """Returns `text` in the type of the field `name`; unchanged if it cannot be read so."""
+    """Returns `text` as a value of the type of the field `name`; a text that is no such value is
+    returned unchanged."""
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # Fewer than 20 digits: Python raises an error of its own for a number of thousands of digits.
+    # At most 19 characters: Python raises an error of its own for a number of thousands of digits.
     is_number = text.removeprefix("-").isdecimal() and len(text) < 20
     return int(text) if kind is int and is_number else text
 
 
 def _value_of_bare(name: str) -> Any:
-    """Returns the value of a field that is written without one: `sequence` means True."""
+    """Returns the value of a field that is written without a value: True for a field of True or
+    False, as in `sequence`, else the field's default."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 
