@@ -1,7 +1,10 @@
 """Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
 
-An array varies along a mesh axis if its type says that it may differ between the devices. Along
-such an axis a parameter is a shard. `checked` refuses an optimizer that is wrong on shards.
+An array varies along a mesh axis if its type says that it may differ between the devices of the
+axis; otherwise it is the same there. A parameter that varies is a shard. `checked` refuses an
+optimizer that is wrong on shards. Auxiliary values, `aux`, are a tree of values to log or to use in
+`after_update`. The loss scale (`precision.Scale`) is a factor that keeps gradients of 16 bits in
+range.
 """
 
 import dataclasses
@@ -52,8 +55,8 @@ class Info(NamedTuple):
         loss: the loss of the global batch, as the gradient function returned it: a scalar.
         gradient_norm: the norm of all gradients together, before `make` clips them: a scalar.
         skipped: whether the step left the model and the optimizer's state as they were: a scalar.
-            Then the loss or the norm was not finite, the update would have made a number infinite
-            or NaN, or the loss was above the limit.
+            It did if the loss or the norm was not finite, if the update would have made a number
+            infinite or NaN, or if the loss was above the limit.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -74,7 +77,7 @@ def unchanged(model: PyTree, aux: PyTree) -> PyTree:
 
 
 def value_of(info: Info) -> dict[str, Any]:
-    """Returns the loss as the argument `value`, which some optimizers take, such as
+    """Returns `{"value": loss}`, the extra argument of some optimizers, such as
     `optax.polyak_sgd`."""
     return {"value": info.loss}
 
@@ -89,8 +92,8 @@ def make(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """Returns the train step of `grad` and `optimizer`; it runs on local blocks inside `mesh.spmd`,
-    and on one device without it.
+    """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` it runs on each device's
+    blocks of the arrays; on one device it runs without `mesh.spmd`.
 
     A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
     update would make a finite number of the model or of the optimizer's state infinite or NaN. A
@@ -103,14 +106,14 @@ def make(
             `precision.ScaledGrad`, and the step adjusts the state's `scale`.
         optimizer: an optimizer that acts element by element, since each device updates its own
             shards, or one of `parallax.optimizers`.
-        max_norm: the global norm, over all shards, to which larger gradients are scaled down.
+        max_norm: the largest global norm, over all shards: larger gradients are scaled down to it.
         reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares
             are added; by default `jax.lax` adds them.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`.
-        specs: the specs of the model. They say which dim of a leaf is split; an optimizer's choice
-            may depend on it.
+        specs: the specs of the model. They say which dim of a leaf is split; the choices of an
+            optimizer may depend on this.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,
@@ -134,8 +137,8 @@ def make(
         _check_reduced(gradients, weights)
         _check_own(loss, state)
         _check_joined(aux)
-        # The norm has three uses: it is reported, it clips, and it shows whether all gradients are
-        # finite.
+        # The norm has three uses: it is reported, it clips, and it is finite only if all gradients
+        # are.
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
@@ -148,10 +151,11 @@ def make(
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
         new, old = (model, optimizer_state), (state.model, state.optimizer)
-        # A finite gradient can still overflow in the update, such as in a square of Adam's.
+        # The update of finite gradients can still overflow, such as in Adam's squares.
         finite &= ~_lost(new, old, norm, reduce_norm_over)
-        taken = finite  # whether the step is not skipped
+        taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
+            # In one dtype: with strict promotion JAX refuses to compare two.
             taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
         model, optimizer_state = precision.select(taken, new, old)
         count = state.step + 1
@@ -163,7 +167,8 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function of a step whose state has this loss scale."""
+    """Returns the gradient function of a step whose state has this loss scale; the scale is used
+    only by a `precision.ScaledGrad`."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -172,25 +177,26 @@ def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) 
 def _lost(
     new: PyTree, old: PyTree, norm: Float[Array, ""], axes: Sequence[AxisLike]
 ) -> Bool[Array, ""]:
-    """Returns whether a number is finite in `old` and not in `new`, on any device: one scalar, the
-    same on all devices.
+    """Returns whether any number is finite in `old` and not in `new`, on any device: one scalar,
+    the same on all devices.
 
-    A number that never was finite, such as a mask of -inf, may stay so.
+    A number that is not finite in `old` either, such as in a mask of -inf, does not count.
     """
+    # The floating-point leaves of each tree.
     numbers = (
         [leaf for leaf in jax.tree.leaves(tree) if trees.is_inexact(leaf)] for tree in (new, old)
     )
     # A leaf that the step did not change, such as a frozen one, is the same object: it is skipped.
     changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)
-    # Floats of 0 or 1, so that `grads.norm` adds them over exactly the axes along which the leaves
-    # vary.
+    # For each leaf 0 or 1, as a float, added up to one number per device. `grads.norm` sums its
+    # square over exactly the axes along which it varies: above 0 if any device has lost a number.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
-    """Refuses gradients that were not reduced, and gradients that were summed over the shards of
-    their parameter."""
+    """Refuses with a `ValueError` gradients that were not reduced, and gradients that were summed
+    over the shards of their parameter."""
 
     def check(path, gradient, weight):
         """Refuses one gradient if its varying axes do not fit those of its parameter."""
@@ -219,9 +225,10 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuses a loss that varies along an axis along which some leaf of the state does not."""
+    """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
+    model or the optimizer's state does not vary."""
     leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
-    # If every leaf of the state varies along an axis, as on islands, the loss may vary too.
+    # If every leaf varies along an axis, the loss may vary too: on islands each has its own model.
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
         name
@@ -236,7 +243,7 @@ def _check_own(loss: Array, state: State) -> None:
 
 
 def _check_joined(aux: PyTree) -> None:
-    """Refuses auxiliary values that differ between devices."""
+    """Refuses with a `ValueError` auxiliary values that vary along an axis of several devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
@@ -247,16 +254,16 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """Returns `model`, the result of `after_update`; refuses it if its structure, or the form of a
-    leaf, differs from the model `before`."""
+    """Returns `model`, the result of `after_update`. Raises `ValueError` if its structure, or the
+    shape, dtype or varying axes of a leaf, differ from those of the model `before`."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
-        apart = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
+        differences = gone + [f"{trees.dotted(path)} is new" for path in new if path not in old]
         raise ValueError(
             "step.make: after_update must return a model of the structure that it takes, as "
             "eqx.tree_at does; in the returned model "
-            f"{', '.join(apart[:3]) or 'the static fields or the containers differ'}."
+            f"{', '.join(differences[:3]) or 'the static fields or the containers differ'}."
         )
     for path, leaf in old.items():
         _check_form(trees.dotted(path) or "the model", new[path], leaf)
@@ -264,8 +271,9 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    """Refuses a leaf `new` if its shape, dtype or varying axes differ from the leaf `old`. A
-    leaf that is not an array must be equal."""
+    """Refuses with a `ValueError` a leaf `new` whose shape, dtype or varying axes are not those of
+    the leaf `old`. A leaf that is not an array must be the same object, or equal."""
+    # `is` comes first, since some values, such as NaN, do not equal themselves.
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
     ):
@@ -302,13 +310,13 @@ def init(
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
     """Returns a new `State` and its specs. Each device makes only its own shards, under `jit`, so
-    no device ever holds a whole array.
+    no device holds the whole of an array that is split.
 
     Args:
         make_model: a function without arguments that makes the model, such as
             `functools.partial(gpt2.GPT2, config, key=key)`. The arrays, NumPy's too, go to the
             devices; other leaves (functions, Python numbers, None) stay as they are.
-        optimizer: the optimizer of the step.
+        optimizer: the optimizer that `make` gets.
         rule: the sharding rule of the model, for `rules.specs`.
         mesh: the mesh of the devices.
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
@@ -340,8 +348,8 @@ class Planned(NamedTuple):
     """A state that can be made.
 
     Attributes:
-        init: makes the state, each shard on its device; `init(model)` takes the arrays of that
-            whole model instead of new ones.
+        init: makes the state, each shard on its device. `init()` makes a new model;
+            `init(model)` takes the arrays of that whole model instead.
         shapes: a `jax.ShapeDtypeStruct` with its sharding for each array, and the other leaves of
             the state.
         specs: the spec of each array.
@@ -367,7 +375,7 @@ def planned(
 
     Arguments and errors are as in `init`. Nothing is computed yet.
     """
-    statics = []
+    statics = []  # the model's static leaves, one entry for each trace; the first is used
 
     def make_arrays():
         """Returns a new model with None for its static leaves, which it adds to `statics`."""
@@ -383,16 +391,20 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
-        # Inside `eval_shape`, since `trainable` may test for arrays, and a shape is not one.
+        # `trained` is called inside `eval_shape`, since `trainable` may test for arrays, and a
+        # shape is not one.
         model = make_arrays()
         return state_of(model), trained(model)
 
     state, trained_leaves = jax.eval_shape(state_and_trained)
     model_specs = rules.specs(state.model, rule, mesh, batch_axes=batch_axes)
+    # The specs by which the optimizer's state is split. With ZeRO a device owns a part of the
+    # state.
     owner_specs = model_specs
     if optimizer_rule is not None:
         owner_specs = rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
     optimizer_specs = rules.optimizer_specs(optimizer, trained_leaves, owner_specs, mesh)
+    # All devices have the step's number and the loss scale.
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
     make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
@@ -409,16 +421,19 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state with the shardings of `shapes`, compiled: it calls
-    `make()`, or `begin(model)` if it is given a model."""
-    # The compiled functions return leaves, not a tree: if static fields of a model are functions,
-    # each `make_model()` may make new ones, and then has another structure.
+    """Returns a function that makes a state with the shardings of `shapes`, under `jit`: by
+    `make()`, or by `begin(model)` if it is given a model."""
+    # The compiled functions return leaves, not a tree. If static fields of a model are functions,
+    # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
-    places = [leaf.sharding for leaf in leaves]  # where each array is to be
+    target_shardings = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
-    compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=places)
+    compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=target_shardings)
+    # Donated: the state keeps the memory of the placed arrays, and no second copy is made.
     compiled_begin = jax.jit(
-        lambda model: jax.tree.leaves(begin(model)), out_shardings=places, donate_argnums=0
+        lambda model: jax.tree.leaves(begin(model)),
+        out_shardings=target_shardings,
+        donate_argnums=0,
     )
 
     def in_place(given):
@@ -435,8 +450,9 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """Returns the arrays of `given` on the devices, with the shardings of `shapes`. Each process
-    has all of the whole arrays. Raises `ValueError` if their number, shapes or dtypes differ."""
+    """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
+    `shapes`. Each process must have all of the whole arrays. Raises `ValueError` if their number,
+    shapes or dtypes are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
@@ -456,7 +472,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             placed.append(jax.device_put(leaf, like.sharding))
         else:
-            # Each device gets only its shard of the host's array.
+            # The callback gets the slices of one device's shard, so each device gets only its
+            # shard.
             host = np.asarray(leaf)
             placed.append(jax.make_array_from_callback(like.shape, like.sharding, host.__getitem__))
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)

@@ -2,7 +2,8 @@
 
 A buffer is [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the
 tick that reads it. A tick counts for a stage if the schedule has a job there: idle stages compute
-too, and their results are masked.
+too, and their results are masked. An array varies along a mesh axis if its type says that it may
+differ between the devices of the axis.
 """
 
 import functools
@@ -29,21 +30,23 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
     """Returns the tree if it counts, else zeros."""
-    # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is NaN.
     if counts is True:
         return tree
 
     def leaf(x):
+        # Not a product with the condition: a tick without a job may compute NaN, and 0 * NaN is
+        # NaN.
         return jnp.where(counts, x, jnp.zeros((), x.dtype))
 
     return jax.tree.map(leaf, tree)
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if the terms count, else `sums`. A term may be None, and adds
+    """Returns `sums` plus `terms` if the terms count, else `sums`. A term that is None adds
     nothing."""
 
     def leaf(total, term):
+        """Returns one sum, with its term added if there is one."""
         # Sums are at least float32, also if the gradients are bfloat16.
         return total if term is None else total + masked(counts, term).astype(total.dtype)
 
@@ -51,17 +54,17 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Writes each array of the tree into this slot of its buffer, [slots, ...].
+    """Returns the buffers, [slots, ...], with each array of the tree written into its buffer's slot
+    `slot`.
 
-    The tree has None for an array that travels without a cotangent: its buffer stays as it is.
+    A tree of cotangents has None for an array of integers or booleans: its buffer stays as it is.
     """
 
     def leaf(buffer, x):
-        """Returns a buffer with `x`, of one dim less, in its slot."""
+        """Returns a buffer with `x`, which has no dim of slots, in the slot."""
         if x is None:
             return buffer
-        # An array that is the same on all stages has no slots (see `slots_for`): F computes the
-        # same one for each microbatch.
+        # An array that is the same for each microbatch has no slots (see `slots_for`).
         if buffer.ndim == x.ndim:
             return x
         return lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
@@ -70,11 +73,11 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in this slot of the buffers. Its arrays have as many dims as the arrays of
-    `like`."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of arrays, or of types,
+    that have no dim of slots."""
 
     def leaf(buffer, like):
-        """Returns the array, of the dims of `like`, in the slot of a buffer."""
+        """Returns the array in the slot of a buffer."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -84,34 +87,37 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
-    """Returns a buffer of `count` slots for each of these types of arrays.
+    """Returns a buffer of `count` slots, [count, ...], for each of these types of arrays.
 
-    An array that is the same on all stages, such as a constant, gets one array for all microbatches
-    instead. `axis` is the axis of the stages.
+    An array whose type is the same on all stages gets one array [...] for all microbatches instead.
+    In one tick the stages have different microbatches, so such an array depends on none of them.
+    `axis` is the axis of the stages.
     """
 
     def slots(kind):
-        """Returns the buffer for one type: [count, ...], or [...] for a constant."""
+        """Returns the buffer for one type, which varies along the same axes."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
         along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
+        # `zeros_like` keeps the axes along which a type varies; `empty` has no such axes.
         if not set(axes(axis.names)) & set(along):
             return jnp.zeros_like(kind)
         # Integers may be indices. An idle stage computes with them too, so they begin in range.
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
-        # Accelerators do not fill an empty array: a tick without a job may read anything, and
-        # `masked` drops the result.
+        # Accelerators do not fill an empty array, which saves the time to write zeros. A tick
+        # without a job may then read any numbers, and `masked` drops the result.
         return varying(lax.empty(shape, kind.dtype), along)
 
     return [slots(kind) for kind in types]
 
 
 def stacked(tree: PyTree, *counts: int) -> PyTree:
-    """Returns zeros like the arrays of a tree, with dims of these sizes before their own."""
+    """Returns zeros like the arrays of a tree, [...] -> [*counts, ...] each."""
 
     def leaf(x):
+        # `zeros_like` of an array keeps the axes along which it varies; `jnp.zeros` would not.
         return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
 
     return jax.tree.map(leaf, tree)

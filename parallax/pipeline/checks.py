@@ -1,8 +1,9 @@
 """Checks of a pipeline's parameters and of the values that the user's functions return.
 
 Legend: P stages, M microbatches, v chunks per stage, L layers. `blocks` are the parameters of the
-layers, split over the stages; `embed`, `stage` and `head` are the user's functions; `aux` is values
-to log.
+layers, split over the stages; `embed`, `stage` and `head` are the user's functions; `aux` is a tree
+of values to log. An array varies along a mesh axis if its type says that it may differ between the
+devices of the axis; otherwise it is the same there.
 """
 
 import math
@@ -40,7 +41,7 @@ class Output(eqx.Module):
 
 
 def blocks_of(params: PyTree) -> PyTree:
-    """Returns `params.blocks`; refuses with a `ValueError` parameters that have none."""
+    """Returns `params.blocks`; raises `ValueError` if the parameters have no such attribute."""
     try:
         return params.blocks
     except AttributeError:
@@ -52,7 +53,7 @@ def blocks_of(params: PyTree) -> PyTree:
 
 
 def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Returns a tree like the parameters with a bool for each leaf: whether it is in
+    """Returns a tree like the parameters with a bool for each leaf: whether the leaf is in
     `blocks(params)`."""
     nowhere = jax.tree.map(lambda _: False, params)
 
@@ -63,8 +64,9 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuses with a `ValueError` a schedule whose stages are not the devices of the axis, and
-    blocks that are not cut into its chunks."""
+    """Refuses with a `ValueError` a schedule whose number of stages is not that of the axis's
+    devices. Refuses blocks that are the same on all stages, whose first dim is not the schedule's
+    chunks, or that have no layer."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -74,6 +76,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
         # If all stages have the same blocks, each layer would run P times, with no other error.
+        # Along an axis of one device a type says nothing, so those axes do not count.
         same = replicated_axes(leaf, axis)
         if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
@@ -112,7 +115,8 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuses with a `ValueError` an output `x` of `embed` that stages cannot pass on."""
+    """Refuses with a `ValueError` an output `x` of `embed` that has a random key, or that has no
+    array of floating-point numbers."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -133,7 +137,8 @@ def activation(x: PyTree) -> None:
 def same_form(returned: PyTree, taken: PyTree) -> None:
     """Refuses with a `ValueError` a stage that returns another tree than it takes, or arrays of
     another shape or type."""
-    # The loop over the ticks has one carry, so all stages exchange arrays of the same shapes.
+    # The loop over the ticks has one carry, whose shapes cannot change, so all stages exchange
+    # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
             f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
@@ -152,11 +157,13 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuses with a `ValueError` a head that sums over the stages a value of each stage's own `x`.
+    """Refuses with a `ValueError` a head that sums over the stages a value that each stage computes
+    from its own `x`.
 
     Every stage runs the head, but only the last stage's `x` is the model's output.
     """
-    # For each array among the head's arguments (params, x, microbatch): whether it is of `x`.
+    # For each array among the head's arguments (params, x, microbatch, number): whether it is in
+    # `x`, argument 1. `used` is a tree like the arguments.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
@@ -169,24 +176,26 @@ def head(traced: Traced, axis: Axis) -> None:
 
 
 def output(returned: Any) -> Output:
-    """Returns the value of a stage, as an `Output` of arrays."""
+    """Returns the result of a stage, which is an `Output` or only its `x`, as an `Output` of
+    arrays."""
     returned = returned if isinstance(returned, Output) else Output(returned)
     loss = None if returned.loss is None else scalar("the stage's loss", returned.loss)
     return Output(jax.tree.map(jnp.asarray, returned.x), loss, aux_of("the stage", returned.aux))
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """Returns the loss and the auxiliary values of the head's result; `aux` is None if it has
-    none."""
+    """Returns `(loss, aux)` of the head's result, which is a pair or only the loss; then `aux` is
+    None."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0."""
+    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. `name` is the
+    function that returned them."""
 
     def leaf(path, value):
-        """Returns one value as an array of numbers, or raises a `ValueError` that names `name`."""
+        """Returns one value as an array; raises `ValueError` if it has no numbers."""
         value = jnp.asarray(value)
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
             raise ValueError(

@@ -22,8 +22,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         part: `tree -> parts`: the arrays that this device sends.
-        whole: `(parts, like) -> tree`: the tree of the received parts, with the shapes and
-            replication types of `like`.
+        whole: `(parts, like) -> tree`: the tree that was sent, from the received parts. `like` is a
+            tree of its shapes and types, which say along which axes an array varies.
     """
 
     part: Callable[[PyTree], PyTree]
@@ -35,10 +35,10 @@ whole = Exchange(lambda x: x, lambda x, like: x)
 
 
 def split_over(axis: AxisLike) -> Exchange:
-    """Sends 1/t of the activation from each of the t devices of `axis`, which all have it; the
-    receiver gathers over `axis`.
+    """Returns the `Exchange` in which each of the t devices of `axis`, which all have the
+    activation, sends 1/t of it; the receivers gather over `axis`.
 
-    If each stage is on a machine of its own, 1/t of the bytes of plain sends go between machines.
+    If each stage is on a machine of its own, the machines exchange 1/t of the bytes of plain sends.
     The gather moves (t - 1)/t of an array to each device, inside a machine. Each array is cut along
     the largest of its dims that t divides. An array without such a dim is sent whole. So is an
     array that already differs along the axis: with sequence parallelism each device has its own
@@ -50,8 +50,8 @@ def split_over(axis: AxisLike) -> Exchange:
     axis = Axis.of(axis)
 
     def part_of(leaf):
-        """Returns this device's 1/t of an array, cut along `_cut_dim`, or the array if it is not
-        cut."""
+        """Returns this device's 1/t of an array, cut along `_cut_dim`. If that is None, returns the
+        whole array."""
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf
@@ -60,8 +60,8 @@ def split_over(axis: AxisLike) -> Exchange:
         return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
     def gathered(leaf, wanted):
-        """Returns the whole array of a received part; `wanted` has the whole array's shape and
-        type."""
+        """Returns the whole array from a received part, `leaf`; `wanted` has the whole array's
+        shape and type."""
         dim = _cut_dim(wanted, axis)
         if dim is None:
             return leaf
@@ -75,10 +75,10 @@ def split_over(axis: AxisLike) -> Exchange:
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """Returns the dim along which an array is cut, the largest that the axis divides; None if the
-    array is sent whole."""
+    """Returns the dim along which an array is cut, the largest that the number of devices divides;
+    None if the array is sent whole."""
     t = axis.size()
-    # An array that differs along the axis is on one device only, so no other can send a part of it.
+    # If the array may differ along the axis, no other device can send a part of this one's array.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
     # A dim that t does not divide would give the devices parts of unequal shapes.

@@ -5,8 +5,9 @@ devices. A collective under a predicate that differs between its devices would h
 collective is under one. The values that a microbatch's backward pass needs wait in slots. Their
 number is the most microbatches that the schedule holds at once, and does not grow with M.
 
-`jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them.
-`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+`jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them. An array
+varies along an axis if its type says that it may differ between the devices. `sequence_after(x, y)`
+is `x`, which on a CPU waits for `y`.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -86,13 +87,13 @@ def value_and_grad(  # noqa: PLR0913
             computed by them together (begin with `from_last`).
         schedule: the table; its stages are the size of `axis`.
         axis: the axis of the stages, or several as one; its algorithm reduces the gradients of the
-            parameters that all stages have.
+            parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each of their arrays has a first dim of v chunks.
         trainable: the leaves that have a gradient, as in `step.init`. The gradient of the others is
             None, and takes no memory.
-        save: what waits for the backward tick: `residuals`, or `inputs`, which saves only the
-            stage's input and computes the rest again.
+        save: which arrays wait for the backward tick: `residuals`, or `inputs`, which saves only
+            the stage's input and computes the rest again.
         send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all
             have them.
         scatter: applied to each microbatch's gradients before they are added up, such as
@@ -100,23 +101,24 @@ def value_and_grad(  # noqa: PLR0913
             runs in each tick of a lane that makes gradients. It takes a tree like the parameters,
             with one chunk of the blocks, and None for leaves without a gradient in this lane.
         aux: applied to the stacked auxiliary values: the head's [M, ...] each, and those of stages,
-            as `Aux.stages`, [M, vP, ...]. Where stages have some, the function returns
-            `((loss, Aux(head, stages)), gradients)`, and where only the head has,
+            as `Aux.stages`, [M, vP, ...]. If stages have some, the function returns
+            `((loss, Aux(head, stages)), gradients)`. If only the head has some, it returns
             `((loss, aux), gradients)`.
 
     Raises:
         ValueError: the schedule has other stages than the axis; the batch does not divide by M, or
             is empty; `params` has no `blocks`, and no `blocks` is given; an array of
             `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns
-            another tree than it takes; or a function reads what would have no gradient: a parameter
-            by closure, or, outside the stage, the blocks.
+            another tree than it takes; or a function reads a parameter that would have no gradient:
+            one by closure, or, outside the stage, one of the blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
     in_halves = schedule.weight is not None
 
     def grad(params, batch):
-        """Returns `(value, gradients)`, as `jax.value_and_grad` does."""
+        """Returns `(value, gradients)`, as `jax.value_and_grad` does; the value is the loss, or
+        `(loss, aux)`."""
         jobs = Jobs(
             *(functions, schedule, axis, params, batch),
             save=save,
@@ -157,9 +159,9 @@ def value(
 
 
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
-    """Returns the last stage's `x` on all stages, for a head that they compute together.
+    """Returns the last stage's `x` on all stages, for a head that the stages compute together.
 
-    It is one all-reduce, whose transpose passes each stage's cotangent on unchanged.
+    This is one all-reduce. Its transpose passes each stage's cotangent on unchanged.
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.
@@ -167,8 +169,10 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
-    """Runs the schedule. Returns the loss, or `(loss, aux)`, and the gradients, as means over the
-    microbatches. The function `aux` is applied to the stacked auxiliary values."""
+    """Runs the schedule. Returns (value, gradients): the value is the loss, or `(loss, aux)`. Loss
+    and gradients are means over the microbatches; the function `aux` is applied to the stacked
+    auxiliary values.
+    """
     schedule, axis = jobs.schedule, jobs.axis
     # Each schedule can run in only one of the two ways.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
@@ -176,16 +180,17 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
     gradients = eqx.combine(sums.ends, sums.blocks)
     # If all stages have a parameter, each has a part of its gradient, and the parts are summed over
-    # the stages. The gradients of the blocks are complete: each block is on one stage.
+    # the stages. The gradients of the blocks are complete: each block is on one stage. A varying
+    # loss is summed over the stages: the head's is 0 on all stages but the last, and each stage has
+    # its own terms.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
     )
-    # A varying loss is summed over the stages: the head's is 0 on all stages but the last, and each
-    # stage has its own terms.
     means = jax.tree.map(lambda total: total / schedule.microbatches, (losses, gradients))
     losses, gradients = summed_over(means, (loss_axes, gradient_axes), axis)
-    # They wait for the gradients: on a CPU all devices must run their all-reduces in one order.
+    # The auxiliary values wait for the gradients: on a CPU all devices must run their all-reduces
+    # in one order.
     aux_values = _stacked_aux(jobs, sums, (losses, gradients))
     return with_aux(functools.reduce(jnp.add, losses), aux_values, aux), gradients
 
@@ -199,8 +204,8 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        """Returns one value of the head, [M, ...], the same on all stages."""
-        # If the stages computed the head together, all of them have its values.
+        """Returns one value of the head, [M, ...], the same on all stages: the last stage's."""
+        # If the stages computed the head together, all of them have its value already.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
@@ -208,14 +213,16 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     def of_stages(values):
         """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]. On a CPU
         its all-reduce waits for `after`."""
-        # Each stage fills its own column of zeros, so that the sum over the stages stacks them.
+        # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
+        # over the stages stacks the values.
         M, v, *shape = values.shape
         by_stage = jnp.zeros((M, v, schedule.stages, *shape), values.dtype)
         by_stage = lax.dynamic_update_index_in_dim(
             by_stage, sequence_after(values, after), jobs.index, 2
         )
         by_chunk = axis.all_reduce(by_stage).reshape(M, v * schedule.stages, *shape)
-        # From the order (chunk, stage) to the order of the model: `argsort` inverts `placed`.
+        # From the order (chunk, stage) to the order of the model: `placed` has the place of each
+        # chunk, and `argsort` gives the chunk of each place.
         return by_chunk[:, np.argsort(schedule.placed, axis=None)]
 
     return Aux(jax.tree.map(of_head, sums.of_head), jax.tree.map(of_stages, sums.of_stages))

@@ -49,11 +49,12 @@ class Terms(NamedTuple):
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
-    """Returns whether a sum over `axis` has a term from `x` of a device before the last one; `of_x`
-    says which arguments are `x`.
+    """Returns whether a sum over `axis` includes a term that a device other than the last computes
+    from its `x`; `of_x` says which arguments are `x`.
 
-    A factor or a choice by the device's index counts as right if its numbers are unknown. This is
-    so if it has more than `SMALL` elements, or changes in each iteration of a loop.
+    A factor or a choice that depends on the device's index counts as right if its numbers are
+    unknown. They are unknown if there are more than `SMALL` of them, or if they may change in each
+    iteration of a loop.
     """
     sums = _Sums(axis)
     sums.run(program, list(map(Terms, of_x)))
@@ -62,7 +63,7 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 class _Sums(jaxprs.FollowingAlong):
     """Follows `x` through a program to sums over the devices of an axis. `added` says whether a sum
-    has a term from a device before the last one."""
+    has a term that an early stage computed from its `x`."""
 
     unknown = Terms()
 
@@ -73,20 +74,22 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
-        """Returns the terms of a constant of the program."""
-        # A constant that is not known, or is traced, has no number to compute with.
+        """Returns the terms of a constant of the program; it is a number if its value is known."""
+        # None is an unknown constant. A traced constant has no value either.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
         return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation's result of type `aval`; notes a sum of early stages."""
+        """Returns the terms of an equation's result of type `aval`. Sets `added` if the equation
+        sums terms of early stages."""
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
-        # By default, all that any operand depends on.
+        # By default, the result depends on all that any operand depends on.
         joined = self.met(operands)
         # A gather adds nothing up. A result that still differs between stages is no sum over them.
+        # No other collective is an error here, so its result is not followed further.
         if joined.early and self.is_sent(eqn):
             self.added |= "all_gather" not in name and not differs
             return Terms()
@@ -97,12 +100,13 @@ class _Sums(jaxprs.FollowingAlong):
         # A factor that is zero on all early stages, such as `index == last`, removes their terms.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # A value that is the same on all stages is not one stage's own. An example is the condition
-        # by which `cpu.sequence_after` makes one value wait for another.
+        # A value whose type is the same on all stages is not one stage's own. An example is the
+        # condition by which `cpu.sequence_after` makes one value wait for another.
         return joined if differs else joined._replace(early=False)
 
     def loop(self, body, constants, carry, sliced):
-        """Reads a loop: its numbers may change in each iteration, so they are unknown."""
+        """Returns the terms of a loop's results. Inside the loop a number may change in each
+        iteration, so the numbers that enter and leave the loop become unknown."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -113,13 +117,14 @@ class _Sums(jaxprs.FollowingAlong):
         """Returns the terms of `axis_index(axis)`: on this axis it is the stage's index itself."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
-        # If the stages are several mesh axes, this check reads them one by one. The last stage is
-        # the last device along each of them, so along another axis it takes the last index.
+        # If the stages are several mesh axes, this check runs once for each of them. The last stage
+        # is the last device along all of them, so the index along any other axis is its last.
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation whose operands depend on no argument. Its number is
-        computed only if it is small and the numbers of all operands are known."""
+        """Returns the terms of an equation whose operands depend on no argument. The values of the
+        result are known only if it has at most `SMALL` elements, and those of all operands are
+        known."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -127,8 +132,7 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the number's value on each stage before the last one; an empty list if it is
-        unknown."""
+        """Returns the value of a number on each early stage; an empty list if it is unknown."""
         if value.by_index is None:
             return []
         try:
@@ -144,9 +148,9 @@ class _Sums(jaxprs.FollowingAlong):
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any stage
-        before the last one selects. `which` is a number: the index of the case, for each
-        element."""
+        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
+        stage selects. `which` is a number: the index of the case, for each element. If its values
+        are unknown, no case is joined, and the choice counts as right."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -168,7 +172,8 @@ def _is_local(eqn: JaxprEqn) -> bool:
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """Returns the result of an equation on the stage of this index, from functions of the index."""
+    """Returns the result of an equation on the stage `index`; each operand is a function from the
+    index to a value."""
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]

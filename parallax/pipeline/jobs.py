@@ -7,11 +7,13 @@ A job takes the carry, the tick's row and an array that arrived. It returns the 
 the carry with the arrays that it saved and the sums. `row.jobs[lane][stage]` is the number of a
 job, and `row.saved` and `row.deferred` give slots in the same way. The executors, `lockstep` and
 `per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
-"backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`.
+"backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`,
+which is `True` itself if only real jobs run.
 
 From `Programs`, `Jobs` has the traced functions (`programs`, by name), the parameters (`params`),
-an activation as zeros (`x`), the number of this stage (`index`), and functions for the arguments
-of a job (`task`, `known`, `rows`, `finished`).
+an activation as zeros (`x`), the number of this stage (`index`), and functions for the arguments of
+a job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a microbatch) and
+`finished` (the head's). `ends` are the parameters that are not in the blocks.
 """
 
 import copy
@@ -51,8 +53,8 @@ class Sums(NamedTuple):
         terms: the stages' own terms of the loss; None if they have none.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: gradients of the parameters that are not split over the stages.
-        blocks: gradients of the blocks, which are: [v, ...] each.
+        ends: gradients of the parameters outside the blocks, which are not split over the stages.
+        blocks: gradients of the blocks: [v, ...] each.
     """
 
     loss: Float[Array, ""]
@@ -67,8 +69,8 @@ class Carry(NamedTuple):
     """The values that one tick leaves for the next, and one job for later jobs.
 
     Attributes:
-        arrived: activations and cotangents that arrived, or are to be sent; the executor says in
-            which form.
+        arrived: activations and cotangents that arrived, or are to be sent: the executor's
+            `Arrived`.
         saved: the slots for the arrays that F saves for B, or for I and W.
         deferred: the slots for the arrays that I leaves for W.
         sums: the sums of loss and gradients.
@@ -95,11 +97,12 @@ class Jobs(Programs):
         """Returns the carry before the first tick: `saved` and `deferred` slots, and sums of zero.
         `arrived` is the executor's own part."""
         M, v = self.schedule.microbatches, self.schedule.chunks
-        # The head returns ((loss, aux), gradients).
+        # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, of_head = self.programs["head"].out[0]
 
         def zeros(tree):
-            # `scatter` may return shards of the gradients, so it decides the shapes of the sums.
+            # The user's `scatter` may return shards of the gradients, so its results have the
+            # shapes of the sums.
             return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
 
         sums = Sums(
@@ -117,7 +120,7 @@ class Jobs(Programs):
         """Returns the jobs, with parameters that are ready only after `carry`, so that no
         collective of a job runs before the previous tick."""
         jobs = copy.copy(self)
-        # Only a collective that needs nothing but the parameters could run too early.
+        # Only a collective whose operands depend on nothing but the parameters could run too early.
         if self.moves_early:
             jobs.params = sequence_after(self.params, carry)
         return jobs
@@ -130,6 +133,7 @@ class Jobs(Programs):
         """Returns the embedding's output for this tick's microbatch: the first stage's input."""
         microbatch = row.jobs["embed"]
         x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
+        # A stage may need an `x` that varies along more axes than the embedding's output.
         return match_varying(x, self.x)
 
     def forward(
@@ -139,7 +143,8 @@ class Jobs(Programs):
         `arrived`. Returns the output, and the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
-        # The place decides, not the stage: with chunks, stage 0 also has later places of the model.
+        # `position` is the place. It decides, not the stage: with chunks, stage 0 also has later
+        # places of the model.
         x = chosen(task.position == 0, entered, arrived)
         # `moving` has the floating-point leaves of the output, `still` the others.
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
@@ -149,12 +154,12 @@ class Jobs(Programs):
             """Returns auxiliary values [M, v, ...] with the value of this job at (microbatch,
             chunk)."""
             if task.valid is not True:
-                # An idle stage has microbatch 0 as its number, whose value it must not overwrite.
+                # An idle stage has the number of job 0, whose value it must not overwrite.
                 value = jnp.where(task.valid, value, values[place])
             return values.at[place].set(value)
 
         slots = put(carry.saved, saved, row.saved["forward"][self.index])
-        # A loss of None: the stages have no term of the loss.
+        # The loss is None if the stages have no term of the loss.
         carry = carry._replace(saved=slots).with_sums(
             terms=None if loss is None else added(carry.sums.terms, loss, task.valid),
             of_stages=jax.tree.map(with_value, carry.sums.of_stages, aux),
@@ -162,10 +167,10 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """Runs B, or I, on the output's cotangent; returns the cotangent of x, and the carry.
+        """Runs B, or I, on `ct`, the output's cotangent; returns the cotangent of x, and the carry.
 
-        B adds its gradients to the sums. The job I stores in a slot the arrays that W needs in
-        addition to those that F saved.
+        B adds its gradients to the sums. I stores in a slot the arrays that W needs in addition to
+        those that F saved.
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
@@ -180,8 +185,8 @@ class Jobs(Programs):
         return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
     def weight(self, carry: Carry, row: Row) -> Carry:
-        """Runs W: returns the carry with the gradients of the chunk's weights added. No other stage
-        waits for them."""
+        """Runs W: returns the carry with the gradients of the chunk's weights added. Nothing is
+        sent, since no other stage needs these gradients."""
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
@@ -189,53 +194,51 @@ class Jobs(Programs):
         return self._with_gradients(carry, task, gradients)
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
-        """Returns the carry with the gradients of the parameters that `embed` reads added; `ct` is
-        0 on all stages but the first."""
+        """Runs the backward pass of `embed` on `ct`, the cotangent of its output; `ct` is 0 on all
+        stages but the first. Returns the carry with the gradients of the ends added."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # They count on all stages (`True`): from a cotangent of 0 they are 0.
+        # The gradients count on all stages (`True`): from a cotangent of 0 they are 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
         """Runs the head on `y`, the last stage's output of a microbatch.
 
-        Returns the cotangent of `y`, with which B begins, and the carry with the loss and the
-        gradients added. Without gradients the cotangent is a tree of None.
+        Returns the cotangent of `y`, with which B begins, and the carry with the loss, the
+        auxiliary values and the gradients added. If only the loss is needed, the cotangent is a
+        tree of None.
         """
         microbatch = row.jobs["head"]
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True`: the loss is masked already, inside the program.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
-        # The gradients are masked too: on a stage whose loss does not count, the head may have
-        # computed NaN from its own `y`.
+        # The gradients are masked too, by `counts`, whether the loss counts on this stage:
+        # elsewhere the head may have computed NaN from its own `y`.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
-        """Returns the tree that the stage `distance` before this one has, around the ring of
-        stages; after it, if `distance` is negative."""
-        # No message: the next place of the model may be on the same stage, as in a V.
+        """Returns the tree of the stage that is `distance` stages before this one in the ring; with
+        a negative distance, the tree of a stage after this one."""
+        # No message at distance 0: the next place of the model may be on the same stage, as in a V.
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
         return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
-        """Returns the carry with gradients of parameters outside the blocks added if they count."""
+        """Returns the carry with these gradients of the ends added if they count."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with the gradients of one chunk added, and of the ends that it reads.
-
-        Ends are the parameters outside the blocks.
-        """
+        """Returns the carry with the gradients of the task's chunk added, and those of the ends
+        that the stage reads."""
         # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
-        # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
-
         def leaf(total, d):  # [v, ...] and [1, ...]
+            # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
         carry = carry.with_sums(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))

@@ -38,7 +38,7 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     places have one more.
 
     Raises:
-        ValueError: there are fewer layers than places, so that a stage would be without one.
+        ValueError: there are fewer layers than places, so that a place would have no layer.
     """
     places = stages * chunks
     if layers < places:
@@ -62,11 +62,12 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """
     table = checked(table)
     longest, first = table.max(), _first(table)
-    # The layer of each row, [v, P, n]: places with fewer layers repeat their last one.
+    # The number of the layer for each row of the result, [v, P, n]: places with fewer layers repeat
+    # their last one.
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
-        """Returns one array of the blocks, [L, ...], as [v, P n, ...]; `rows` has the layers."""
+        """Returns one array of the blocks, [L, ...], as [v, P n, ...]: the layers in `rows`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
                 f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the "
@@ -81,7 +82,7 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
     """Returns the inverse of `pad_layers`: blocks as [L, ...], without the padding."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
-    # The indices of the rows that are not padding, among v P n.
+    # The indices of the rows that are not padding, among all v P n rows.
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
@@ -105,12 +106,13 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """Returns `x` after the layers of the place `position`: `layer(weights, x, number)` each, with
-    the layer's number in the model.
+    """Returns `x` after the layers of the place `position`. Each is called as
+    `layer(weights, x, number)`, with the layer's number in the model, and returns the next `x`.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
     run one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
-    places then takes the time of v P n layers instead of L: 12 instead of 10 for the table above.
+    places then takes the time of v P n layers instead of L: for the table [[3, 3, 2, 2]], 12
+    instead of 10.
     """
     table = checked(table)
     # This place's number of layers and its first layer. `position` is traced, so a JAX array, not
@@ -122,8 +124,9 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
-        """Returns `x` after row i of the blocks, or `x` itself if that row is padding: the place
-        has `count` layers, of which `first` is the first. It is a body of `lax.scan`."""
+        """Returns `x` after row i of the blocks, or `x` itself if that row is padding, which begins
+        at row `count`. `first` is the number of the place's first layer. The function is a body of
+        `lax.scan`."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -133,19 +136,20 @@ def run_layers(
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
     first_layer = jax.tree.map(operator.itemgetter(0), layers)
-    # A loop's carry must enter with the replication types that it leaves with.
+    # The carry of a loop must vary along the same axes before and after each iteration.
     x = settled(x, lambda x: jax.eval_shape(layer_or_none, x, first_layer)[0])
     return lax.scan(layer_or_none, x, layers)[0]
 
 
 def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
-    """Returns the blocks with `f` applied to their arrays, which may be shapes."""
+    """Returns the blocks with `f` applied to their arrays, or to their `ShapeDtypeStruct`s."""
     arrays, static = eqx.partition(blocks, mesh.is_array)
     return eqx.combine(jax.tree.map(f, arrays), static)
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table as a NumPy array; refused with a `ValueError` if it is not a table."""
+    """Returns the table as a NumPy array; raises `ValueError` if it is no [chunks, stages] of
+    positive whole numbers."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -168,8 +172,8 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Takes blocks [v, L / v, ...] in the order of the model, and returns them in the order that
-    `placed` of the schedule needs.
+    """Returns blocks [v, L / v, ...], given in the order of the model, in the order that a schedule
+    with this placement (its `placed`) needs.
 
     It changes nothing if the placement is looped, with chunk c of stage s at place c P + s. All
     schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
@@ -186,13 +190,14 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
-    """Returns the blocks with the places of their dims [v, P] reordered: place k of the result is
-    place `order[k]` of `blocks`."""
+    """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
+    result is group `order[k]` of `blocks`. Raises `ValueError` for other shapes."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
-        """Returns one array, [v, L / v, ...], with its v P places in the order `order`."""
-        # Each place has equally many layers: unequal ones were padded.
+        """Returns one array, [v, L / v, ...], with its v P groups of layers in the order
+        `order`."""
+        # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
                 f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
@@ -207,10 +212,12 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the values in `Aux.stages` of the chunks of this stage: `[vP, ...] -> [v, ...]` each.
+    """Returns, from the values in `Aux.stages`, those of the chunks of this stage:
+    `[vP, ...] -> [v, ...]` each.
 
-    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. For
-    `unpipelined`, an axis of `()` and a placement of one stage return the values of all chunks.
+    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. On one
+    device with `unpipelined`, pass the axis `()` and a placement of one stage: then all chunks are
+    this stage's.
 
     Raises:
         ValueError: the number of stages in the placement is not that of the axis, or the number of
@@ -227,7 +234,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
-        """Returns the rows of one value, [vP, ...], at `local_places`, this stage's: [v, ...]."""
+        """Returns the rows of one value, [vP, ...], at this stage's places: [v, ...]."""
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
@@ -246,9 +253,9 @@ def stored(
     [v, L / v, ...], as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
-    without a pipeline, reads them. The optimizer's arrays for the blocks are stored in the same
-    way. Such an array has a path that ends with the path of a model leaf, and has the same first
-    dims.
+    without a pipeline, can read them. The optimizer's arrays for the blocks are stored in the same
+    way. Such an array has a path that ends with the path of a leaf of the blocks, and has the first
+    dims of that leaf.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -259,11 +266,11 @@ def stored(
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
 
-    def to_disk(w):
+    def to_disk(w):  # an array of the blocks, [v, L / v, ...] -> [L, ...]
         w = from_placement(w, placement)
         return w.reshape(-1, *w.shape[2:]) if layers is None else unpad_layers(w, layers)
 
-    def from_disk(w):
+    def from_disk(w):  # [L, ...] -> [v, L / v, ...]
         w = w.reshape(len(placement), -1, *w.shape[1:]) if layers is None else pad_layers(w, layers)
         return to_placement(w, placement)
 
@@ -271,8 +278,8 @@ def stored(
         """Returns the function of a state that applies `change` to each array of the blocks.
 
         An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter. This is 2 for blocks of [v, L / v, ...] (to the disk), and 1 for [L, ...] (from
-        it).
+        parameter. `dims` is 2 if the state has blocks of [v, L / v, ...] (on the way to the disk),
+        and 1 if it has blocks of [L, ...] (on the way back).
         """
 
         def converted(state):
@@ -286,7 +293,9 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, changed if it is of the blocks or belongs to one."""
+                """Returns a leaf of the state, changed if it is an array of the blocks, or the
+                optimizer's for one."""
+                # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.
                 is_block = i is not None and mesh.is_array(x) and leading[i] == x.shape[:dims]

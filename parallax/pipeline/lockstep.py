@@ -5,12 +5,13 @@ If the table gives a stage no job, the stage computes on old values, and the res
 ring of `ppermute` inside a stage is allowed: all devices run it.
 
 A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
-period of ticks in which the same lanes run on at least one stage; it is one `lax.scan`.
+period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
 
 `jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
 `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
-messages of this stage, and `row` the jobs and slots of a tick. `sequence_after(x, y)` is `x`, which
-on a CPU waits for `y`.
+messages of this stage, `row` the jobs and slots of a tick, and a table, or `ticks`, all rows.
+`jobs.moving` are the floating-point leaves of an activation, which have a cotangent.
+`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import functools
@@ -57,7 +58,8 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Runs all ticks, and returns the sums of loss and gradients, or only of the loss."""
+    """Runs all ticks, and returns the sums of the loss and, if they are needed, of the gradients,
+    with the auxiliary values of all microbatches."""
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -67,42 +69,44 @@ def run(jobs: Jobs) -> Sums:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F on the embedding's output, or on the activation that arrived."""
+    """Runs F: at the first place of the model on the embedding's output, elsewhere on the
+    activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the head on this tick's output of F, and stores its cotangent in a slot."""
+    """Runs the head on this tick's output of F, and stores the output's cotangent in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
-    # `[-1]` is the last stage, which alone uses the head's cotangent; all stages write.
+    # All stages write, into the slot of the last stage, `[-1]`; only that stage reads it.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs B or I, sends its cotangent to the stage before, and at the first place of the model
-    runs the backward pass of the embedding."""
+    """Runs B or I, sends the cotangent of x to the stage before, and runs the backward pass of the
+    embedding, which adds gradients only at the first place of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
+    # All stages run it, since embed may have collectives; elsewhere its cotangent is 0.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends the activation to the next stage; no other lane of the tick waits for this message."""
-    # On a CPU the message waits for the lanes: all devices must run the collectives of a loop in
-    # one order.
+    # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
+    # run the collectives of a loop in one order.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
     """Returns the cotangent that B begins with: at the last place of the model the head's, else the
-    cotangent that arrived. It has the shapes of `jobs.moving`, the floating-point leaves of x."""
-    # The row's last column is the last stage's slot: only that stage uses the head's cotangent.
+    cotangent that arrived."""
+    # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
     is_last = jobs.task_of(row, "backward").position == jobs.schedule.placed.size - 1
@@ -110,13 +114,13 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, one loop for each pattern of stretches, and
-    returns the sums."""
+    """Runs these lanes in all ticks of the schedule, and returns the sums. A pattern of stretches
+    that repeats is one loop."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # A tick without a microbatch for the embedding or the head (-1) may still run it: on microbatch
-    # 0, and the result is masked.
+    # After the stretches are known: a tick without a microbatch (-1) for the embedding or the head
+    # may still run them, on microbatch 0, and the result is masked.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
@@ -124,9 +128,10 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
     from_head = stacked(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
-    saved = int(table.saved["forward"].max()) + 1
+    saved_count = int(table.saved["forward"].max()) + 1
+    # In the order of the fields x, y, ct and from_head.
     arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
-    carry = jobs.start(arrived, saved, schedule.deferred_count)
+    carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
         run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
@@ -143,12 +148,13 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    """Returns the rows of the ticks from `start` until before `stop`."""
+    """Returns the rows of the ticks `start` to `stop` - 1."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
 def _by_repeat(repeats: int, column: Array) -> Array:
-    """Returns [ticks, ...] as [repeats, ticks / repeats, ...], one row for each loop iteration."""
+    """Returns a column [ticks, ...] as [repeats, ticks / repeats, ...]: `lax.scan` loops over the
+    repeats."""
     return column.reshape(repeats, -1, *column.shape[1:])
 
 
@@ -156,16 +162,17 @@ def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. A
-    stretch is the names of its lanes and its number of ticks; `ticks` has the rows of all."""
-    first = 0
+    stretch is the names of its lanes and its number of ticks; `ticks` has the rows of them all."""
+    first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
         if length == 1:
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
-            # previous loop, or devices could run them in different orders.
+            # previous loop, or devices could run them in different orders. `jobs.after(carry)` are
+            # the jobs, with parameters that wait for the carry.
             of_stretch, jobs_now = sequence_after(of_stretch, carry), jobs.after(carry)
         running = [functools.partial(lane, jobs_now) for name, lane in lanes if name in names]
-        # For the loss without gradients the backward ticks are empty.
+        # If only the loss is needed, no lane runs in the backward ticks.
         if running:
             carry, _ = lax.scan(functools.partial(_tick, running), carry, of_stretch)
         first += length
@@ -184,8 +191,8 @@ def _tick(
 def stretches(table: Row) -> list[Stretch]:
     """Returns the stretches of a table in order. A stretch is the lanes that run on at least one
     stage, the head included, and the number of successive ticks in which these lanes run."""
-    # `jobs` is [ticks, stages], or [ticks] for the head. With chunks the head runs in fewer ticks
-    # than F, since only the last chunk's output is the model's.
+    # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
+    # fewer ticks than F, only in those in which the last place of the model has run.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()
@@ -195,15 +202,16 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Yields the same stretches in order, as (repeats, pattern): a pattern that repeats is one
-    loop. So the program does not grow with the number of microbatches.
-    """
+    """Yields the stretches in order, as (repeats, pattern): a pattern that repeats becomes one
+    loop, so that the program does not grow with the number of microbatches."""
     begin = 0
     while begin < len(stretches):
+        # A pattern that repeats is at most half of the stretches that are left.
         periods = range(1, (len(stretches) - begin) // 2 + 1)
         repeats = {period: _repeats(stretches, begin, period) for period in periods}
-        # Take the pattern whose repeats cover the most stretches, and the shortest if several do.
-        # If nothing repeats, the next stretch alone is the pattern.
+        # By period, the number of stretches that its repeats cover. The period that covers the most
+        # is taken, and the shortest if several cover as many: `max` takes the first. If nothing
+        # repeats, the next stretch alone is the pattern.
         covered = {period: times * period for period, times in repeats.items() if times > 1}
         period = max(covered, key=covered.__getitem__, default=1)
         stop = begin + covered.get(period, 1)
@@ -212,7 +220,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times the `period` stretches at `begin` occur one after another there."""
+    """Returns how many times in a row the `period` stretches that start at `begin` occur there, at
+    least 1."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

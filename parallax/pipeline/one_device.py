@@ -1,7 +1,7 @@
 """Loss functions for one device, which compute the same as a pipeline of the same functions.
 
-Legend: P stages, v chunks of layers per stage; a place is a chunk's position in the model, 0 to
-vP - 1. `blocks` are the parameters of the layers, and `aux` is values to log.
+Legend: P stages, v chunks of layers per stage, L layers; a place is a chunk's position in the
+model, 0 to vP - 1. `blocks` are the parameters of the layers, and `aux` is a tree of values to log.
 """
 
 import operator
@@ -46,11 +46,11 @@ def unpipelined(
     auxiliary values the function returns `(loss, aux)`: `aux` is the head's, or an `Aux` if stages
     have some, with those of the stages as [v, ...] each.
 
-    With a schedule's `placed` as `placement`, [v, P], it runs the places of the model in order, as
-    the pipeline does. Each place then has its own layers, `position` and auxiliary values, which
-    are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk. The layers
-    then run in the order in which they are stored, which is the model's only if the schedule's
-    placement is looped.
+    With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
+    order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
+    values, which are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk.
+    The layers then run in the order in which they are stored, which is the model's only if the
+    schedule's placement is looped.
     """
 
     def loss(params, batch):
@@ -59,10 +59,11 @@ def unpipelined(
         if placement is not None:
             arrays = from_placement(arrays, placement)
             places = placement.size
-            # [v, L / v, ...] -> [vP, L / (vP), ...]
+            # One entry for each place: [v, L / v, ...] -> [vP, L / (vP), ...].
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
-        # Unrolled: each place has its own parameters and auxiliary values.
+        # Unrolled: each place, or chunk without a placement, has its own parameters and auxiliary
+        # values.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)
@@ -75,10 +76,10 @@ def unpipelined(
 def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
-    """Returns a loss function for one device that runs all layers as one stage. A pipeline of these
-    functions computes the same loss.
+    """Returns a loss function for one device that runs all layers as one stage, at position 0. A
+    pipeline of these functions computes the same loss.
 
-    Its blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
+    The blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
     `aux` is the head's, or an `Aux` if the stage has some, with those of the stage as [1, ...].
     """
 
@@ -98,7 +99,8 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, or `(loss, aux)` if there are auxiliary values.
+    Returns the loss, the head's plus the stages' own terms, or `(loss, aux)` if there are auxiliary
+    values.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:
@@ -107,14 +109,14 @@ def _loss(
     total, of_head = checks.loss_and_aux(head(params, x, batch))
     total = sum((output.loss for output in outputs if output.loss is not None), start=total)
     aux = [output.aux for output in outputs]
-    of_stages = jax.tree.map(lambda *values: jnp.stack(values), *aux)
-    # No mean of the auxiliary values: the batch is not cut into microbatches.
+    of_stages = jax.tree.map(lambda *values: jnp.stack(values), *aux)  # [places, ...] each
+    # The auxiliary values are returned as they are: without microbatches there is no mean to take.
     return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 
 def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. The function `aux`
-    gets `values` if stages have some, else only `values.head`."""
+    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. The function `aux` is
+    applied to `values` if stages have some, else only to `values.head`."""
     if jax.tree.leaves(values.stages):
         return loss, aux(values)
     return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss

@@ -6,10 +6,11 @@ since these may communicate over the stages. In a tick the embedding runs before
 head after them. Messages are exchanged in every tick, and wait in slots until the jobs that need
 them.
 
-A part is a step of a tick: embed, the three kinds of job, exchange, head, embed_backward.
-`jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
-`jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
-messages of this stage, and `row` the jobs and slots of a tick.
+A part is a step of a tick: embed, the job (F forward, I input's cotangent, or W weights'
+gradients), exchange, head, embed_backward. `jobs.send.part` makes a message of an array, and
+`jobs.send.whole` the array again; `jobs.moved(x, distance=d)` sends `x` to the stage d after this
+one. `carry.arrived` has the messages of this stage, `row` the jobs and slots of a tick, and `table`
+all rows. `jobs.moving` are the floating-point leaves of `jobs.x`, an activation of zeros.
 """
 
 import functools
@@ -55,7 +56,8 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Runs all ticks, and returns the sums of loss and gradients, or only of the loss."""
+    """Runs all ticks, and returns the sums of the loss and, if they are needed, of the gradients,
+    with the auxiliary values of all microbatches."""
     table, schedule = rows(jobs.schedule), jobs.schedule
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
@@ -68,7 +70,7 @@ def run(jobs: Jobs) -> Sums:
     # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry.
     begin = Arrived(slots, jobs.x, nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
-    # Only F, B or I, and W, which stages run alone, are checked for collectives.
+    # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
         parts[name] = _alone(name, part, jobs, carry, table)
     # In their order within a tick.
@@ -77,7 +79,8 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Returns the carry after the parts of one tick in order, each run if the row has it."""
+        """Returns the carry after the parts of one tick in order, each run if the row has it, and
+        None: a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -96,8 +99,8 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F on the embedding's output, or on an activation that arrived, and keeps the output to
-    send."""
+    """Runs F: at the first place of the model on the embedding's output, elsewhere on an activation
+    that arrived. Keeps the output to send."""
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -105,9 +108,9 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs I on a cotangent that arrived, from a stage or from the head, and keeps the cotangent of
-    x to send."""
-    slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)
+    """Runs I, which computes the cotangent of x, on a cotangent that arrived from a stage or from
+    the head. Keeps the cotangent of x to send."""
+    slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
@@ -119,12 +122,13 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends this tick's message over each distance that occurs in the schedule, and writes the
     messages that arrive into slots. A message that this stage does not need goes into a slot that
-    is never read.
+    is never read: all devices must send and receive at once.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
-        # On a CPU each message waits for the one before: all devices need the same order. Over a
-        # distance of 0 it stays on its stage.
+        # On a CPU each message waits for the one before, and the first for the head of the previous
+        # tick (the loss): all devices need the same order. Over a distance of 0 the message stays
+        # on its stage.
         arrived = jobs.moved(sequence_after(sent, before), distance=distance) if distance else sent
         carry = carry.with_arrived(slots=put(carry.arrived.slots, arrived, slots[jobs.index]))
         before = arrived
@@ -132,12 +136,13 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the head on the output of the model's last place, and stores its cotangent in a slot.
+    """Runs the head on the output of the model's last place, and stores the output's cotangent in a
+    slot.
 
     The last place may be on another stage than the last, as in a V. The head counts on the last
-    stage of the axis, so the output moves there, and the cotangent back.
+    stage of the axis, so the output moves there, and the cotangent moves back.
     """
-    # `schedule.last` is the stage of the last place.
+    # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
@@ -146,29 +151,31 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Adds the gradients of the parameters that the embedding reads. In this tick the first stage
-    ran I of the first place, so its message is the cotangent of the embedding's output."""
+    """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
+    the first place, so its message is the cotangent of the embedding's output; the other stages
+    take 0."""
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Returns this stage's message in this tick, for a part that runs only for a microbatch.
+    """Returns this stage's message in this tick, for a part that runs only if it has a microbatch.
 
-    The condition holds whenever the part runs. Without it nothing in the part's collectives
-    would depend on its loop, and XLA would run them before the loop, in all ticks.
+    The condition holds whenever the part runs. Without it the part's collectives would not depend
+    on the part's loop (`_if_runs`), and XLA would run them before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """Returns a stage's own job `part` as a traced function; refuses it with a `ValueError` if it
-    has a collective that a stage cannot run alone."""
+    """Returns a stage's own job `part` as a traced function; raises `ValueError` if the job has a
+    collective that a stage cannot run alone."""
     row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))  # for its types
-    # The row is typed as varying: `_if_runs` adds a loop index to it that differs between stages.
+    # The row is typed as varying: `_if_runs` adds a loop index whose type varies over the stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
+    # A `Part` takes the jobs too; the traced function has them inside.
     return lambda jobs, carry, row: traced(carry, row)
 
 
@@ -176,18 +183,19 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     """Returns the carry after a part if it runs in this tick, as a loop of one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
-    carry in place. The name of the loop gives its number of iterations, for readers of the compiled
-    program. Each stage runs a job the same number of times, so the first column of `table`, which
-    has all ticks, gives it.
+    carry in place. The name of the loop says in how many of the ticks the part runs, for readers of
+    the compiled program. Each stage runs a job in the same number of ticks, so the first column of
+    `table` gives this number.
     """
     column, number = table.jobs[name], row.jobs[name]
+    # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
     column = column.reshape(len(column), -1)[:, 0]
     # 1 or 0 iterations. A job has one number per stage; embed and head have one for all stages.
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
-        # The loop index, always 0, is added to the row. Otherwise XLA would compute all that does
-        # not depend on the loop before it, even if no iteration runs.
+        # The loop index, always 0, is added to the row. Otherwise XLA would compute before the loop
+        # all that does not depend on the loop, even if no iteration runs.
         return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
@@ -204,7 +212,8 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone.
+    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `name` is
+    the job's description for the error.
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
@@ -236,12 +245,13 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
-    """Yields the collectives of more than one device in a jaxpr, each with the line of the user's
-    code. `line` is the line of the enclosing collective, or ""."""
+    """Yields the collectives over more than one device in a jaxpr, each with the line of the user's
+    code. If `jaxpr` is inside a collective of the library, `line` is the collective's line, else
+    ""."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
-        # The library's own collectives are one equation, whose algorithm is traced here: a ring
-        # sends by `ppermute`, and `lax` by `psum`.
+        # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm
+        # is traced here: a ring sends by `ppermute`, and `lax` by `psum`.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:

@@ -4,7 +4,8 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights. Blocks are the parameters that are split
 over the stages, ends all others. `moving` are the floating-point leaves of an activation, which
 have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by the
-number of their microbatch.
+number of their microbatch. A job's task says which microbatch and chunk it runs, and `aux` is a
+tree of values to log. An array varies along a mesh axis if its type says that it may differ there.
 """
 
 import functools
@@ -71,7 +72,8 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job here; `True` itself if only real jobs run (per stage).
+        valid: whether the table has a job here; `True` itself if only real jobs run, as in a
+            schedule that runs per stage.
     """
 
     microbatch: Int[Array, ""]
@@ -113,12 +115,12 @@ class Programs:
         terms: zeros of the stage's own term of the loss, `terms.loss`, and auxiliary values,
             `terms.aux`.
         saved: the types of the arrays that F saves of a microbatch.
-        seed: the cotangent of the stage's own term of the loss.
+        seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
         deferred: the types of the arrays that I leaves for W.
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the head's loss counts on this stage.
-        moves_early: whether a collective in a function needs only the parameters.
+        moves_early: whether a collective in a function depends on nothing but the parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
             "embed_backward".
     """
@@ -155,8 +157,8 @@ class Programs:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.send, self.scatter = send, scatter
-        # Typed as varying over the stages; otherwise JAX would sum the gradients of replicated
-        # parameters over the stages in each microbatch.
+        # Typed as varying over the stages; otherwise JAX would sum the gradients of parameters that
+        # are the same on all stages over the stages in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
         # A microbatch is a slice of dim 0, so a tick can take one by its number.
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
@@ -177,10 +179,10 @@ class Programs:
 
     def task(self, job: Int[Array, ""]) -> Task:
         """Returns this stage's task for a number in the table: microbatch * v + chunk, or -1."""
-        # Without a job, the task has the numbers of job 0, and is not valid.
+        # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
-        # Of a per-stage schedule only the jobs in the table run, so all of them are valid.
+        # If the schedule runs per stage, only the jobs in the table run, so all of them are valid.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
@@ -193,8 +195,9 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`: the microbatch, and its number for taps."""
-        # The number is -1 where the loss does not count, so it may differ between stages.
+        """Returns the head's arguments after `x`: the rows of a microbatch, and its number for
+        taps."""
+        # The number is -1 on a stage whose loss does not count, so it may differ between stages.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -222,6 +225,7 @@ class Programs:
         """Returns whether all stages compute the head's value together, so that it is the same on
         all; otherwise only the value of the last stage counts. Raises `ValueError` if the value is
         the same along only some of the stages' axes."""
+        # The stages' axes along which the value may differ.
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and not varies_along(value, self.axis):
             raise ValueError(
@@ -234,8 +238,8 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """Returns a function of the user, traced; refuses one that reads parameters without a
-        gradient. The first argument is the `Parameters`."""
+        """Returns a function of the user, traced; its first argument is the `Parameters`. Refuses a
+        function that reads parameters of which it would return no gradient."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
@@ -260,13 +264,15 @@ class Programs:
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
 
     def _trace_stage(self) -> None:
-        """Traces `stage`, and sets the attributes that describe its input and output."""
+        """Traces `stage`, and sets the attributes that describe its input and output: `x`,
+        `moving`, `terms` and `_read_by_stage`."""
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
                 return checks.output(self.functions.stage(params.whole(), x, rows, position))
 
-        # Job 0, computed from the index so that it is typed as varying, as in later calls.
+        # Job 0. Its number is computed from the stage's index, so that it is typed as varying over
+        # the stages, as the numbers of the table are.
         task = self.task(self.index * 0)
         chunk_params = self._of_chunk(task.chunk)
         given = (
@@ -288,11 +294,11 @@ class Programs:
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
         zeros = jax.tree.map(jnp.zeros_like, terms)
-        # The terms differ between stages.
+        # Each stage has its own terms.
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets on which stages its loss counts."""
+        """Traces `head`, and sets `counts`, whether its loss counts on this stage."""
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
@@ -301,7 +307,8 @@ class Programs:
         self.counts: Counts = self.last
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # A loss that is the same on all stages is one loss, not P of them. `out[0]` is its type.
+        # A loss that is the same on all stages was computed by them together, so it counts on all.
+        # `out[0]` is its type.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, self.axis)
@@ -309,10 +316,10 @@ class Programs:
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`,
-        of which only the first pair is differentiated. `moving` are the floating-point leaves of
-        the output, `still` its other leaves."""
-        # `trained.ends` lacks the ends that the stage does not read; `given` has them.
+        """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`.
+        Only the first pair is differentiated, with respect to `trained` and `x`."""
+        # `trained.ends` lacks the ends that the stage does not read; `given` has all ends. The
+        # first of two in `combine` wins.
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)
@@ -321,7 +328,8 @@ class Programs:
 
     def _trace_jobs(self, save: Save | None) -> None:
         """Traces F, and B or I and W; without `save` only F."""
-        # (trained, given) of job 0, whose types all jobs have.
+        # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
+        # number is computed from the stage's index, so that it is typed as varying.
         known = self.known(self.task(self.index * 0))
         if save is None:
 
@@ -333,6 +341,7 @@ class Programs:
         forward, backward = save(self._differentiable_stage)
 
         def transposed(ct, trained, given, saved):
+            # The cotangent of x comes first: `split` cuts the results in this order.
             gradients, ct = backward(trained, given, saved)(ct)
             return ct, gradients
 
@@ -348,23 +357,25 @@ class Programs:
         # I and W are halves of the one jaxpr of B, so that no matmul is in both.
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
-        # The first half returns the cotangents of x, `count` arrays, and then those that W needs.
+        # The first half, I, returns the cotangents of x, `count` arrays, and then the arrays that W
+        # needs. `used`, the third field of `Traced`, is not read of the halves.
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
         self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
         self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)
         self.programs["weight"] = Traced(second, gradients, both.used)
 
     def _trace_ends(self) -> None:
-        """Traces the head with its gradient, and the gradient of `embed`."""
+        """Adds the programs "embed", "head" (with its gradient) and, if gradients are needed,
+        "embed_backward"."""
 
         def differentiated(params, y, rows, number):
-            """Returns `((loss, aux), (gradients of the ends, cotangent of y))`; None in place of
-            each gradient if none is needed."""
+            """Returns `((loss, aux), (gradients of the ends, cotangent of y))`; if no gradients are
+            needed, the second pair has None in place of each array."""
             moving, still = eqx.partition(y, eqx.is_inexact_array)
 
             def loss_of(ends, moving):
-                """Returns `(loss, aux)` of the head, for the arrays that it is differentiated
-                by."""
+                """Returns `(loss, aux)` of the head, as a function of the arrays with respect to
+                which the loss is differentiated."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
                 # The mask is inside, so that the gradient is 0 where the loss does not count.
@@ -376,7 +387,7 @@ class Programs:
 
         def embed_backward(params, rows, microbatch, ct):
             """Returns the gradients of the ends from `ct`, the cotangent of the embedding's output.
-            The embedding runs again, so nothing of it waits in a slot."""
+            The embedding runs again, so none of its arrays waits in a slot."""
 
             def moving_of(ends):
                 x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
@@ -384,8 +395,10 @@ class Programs:
 
             return jax.vjp(moving_of, params.ends)[1](ct)[0]
 
+        # In a trace only types matter: 0 stands for any microbatch. `finished(0)` gives its rows,
+        # and its number for taps.
         zero = jnp.zeros((), jnp.int32)
-        self.programs["embed"] = self._embed
+        self.programs["embed"] = self._embed  # traced already by `_trace_embed`
         self.programs["head"] = trace(differentiated, self.params, self.x, *self.finished(zero))
         if self.differentiates:
             arguments = self.params, self.rows(zero), zero, self.moving
@@ -393,10 +406,11 @@ class Programs:
 
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
-    """Returns the parameters in the four trees of `Parameters`."""
+    """Returns the parameters in the four trees of `Parameters`: trained or not, in the blocks or
+    not."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
-    # None in place of each trained leaf.
+    # The leaves that are not trained, with None in place of each trained leaf.
     fixed = jax.tree.map(lambda x, trained: x if trained is None else None, params, trained)
     arrays, static = eqx.partition(fixed, eqx.is_array)
     trained_blocks, trained_ends = eqx.partition(trained, in_blocks)

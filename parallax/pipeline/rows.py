@@ -22,10 +22,10 @@ class Row(NamedTuple):
     """The jobs, the slots and the messages of a tick: `[ticks, stages]`.
 
     Attributes:
-        jobs: by lane, microbatch * v + chunk, or -1. Three parts that all stages run together have
-            one microbatch per tick, `[ticks]`, or -1. For "embed" it is the microbatch of F at the
-            first place, for "head" that of F at the last place, and for "embed_backward" that of B,
-            or I, at the first place.
+        jobs: by lane, microbatch * v + chunk, or -1 for no job. Three parts that all stages run
+            together have one microbatch per tick, `[ticks]`, or -1: "embed" the microbatch of F at
+            the first place, "head" that of F at the last place, and "embed_backward" that of B, or
+            I, at the first place.
         saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
             read.
         deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.
@@ -44,10 +44,11 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """Returns the schedule's tables, with the slots, and the microbatches of `embed` and `head`, by
-    tick."""
+    """Returns the schedule's tables by tick, with the slots and with the microbatches of `embed`,
+    `head` and `embed_backward`."""
     P, v = schedule.stages, schedule.chunks
-    # Messages that no job needs are written to the slot after all others, which nothing reads.
+    # A stage also receives messages that no job needs, and writes them to the slot after all
+    # others, which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
@@ -56,6 +57,7 @@ def rows(schedule: Schedule) -> Row:
         is_of_head = message.lane == "head"
         table = from_head if is_of_head else arriving[(message.target - message.source) % P]
         table[message.sent, message.target] = slot
+        # The head's cotangent is used by a backward job.
         lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
     # (chunk, stage) of the first and of the last place of the model.
@@ -70,7 +72,7 @@ def rows(schedule: Schedule) -> Row:
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
     def clipped(slots):
-        # An idle stage reads slot 0, and its result is masked.
+        # An idle stage, whose slot is -1, reads slot 0, and its result is masked.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
     together = {
@@ -89,14 +91,15 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """Returns only the ticks in which any stage runs F, for the loss without gradients; messages
-    wait in the same slots as in the whole schedule."""
+    """Returns the rows of the ticks in which any stage runs F, for the loss without gradients. The
+    messages keep their slots."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(operator.itemgetter(runs), row)
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances of the schedule's messages, in stages around the ring of P: 0 for a
-    message whose stages are the same. The head's cotangents do not count."""
+    """Returns the distances of the schedule's messages in ascending order, in stages around the
+    ring of P. The distance is 0 if a message stays on its stage. The head's cotangents do not
+    count."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

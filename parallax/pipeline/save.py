@@ -3,7 +3,7 @@
 Each takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two functions,
 for the forward and the backward tick. Only `out` is differentiated, with respect to `trained` and
 the floating-point leaves of `x`. `given` is known in both ticks (other parameters, the microbatch),
-so no slot needs to hold it.
+so no slot needs to hold it. `extra` is the rest of the results.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
@@ -34,15 +34,16 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
     Nothing is computed twice.
     """
-    # `forward` leaves here how the residuals form the transposed function, and `backward`, which is
-    # traced after it, reads it. Every trace of `forward` leaves the same.
+    # `forward` leaves here how the residuals form the transposed function. `backward`, which is
+    # traced after `forward`, reads this. Every trace of `forward` leaves the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
         """Returns the results of `f`, and the residuals that are not among the known arrays. Leaves
         the structure and the places of all residuals in `of_last_trace`."""
         out, transposed, extra = _vjp(f, trained, x, given)
-        # By identity: the residuals that are parameters or the microbatch are the same tracers.
+        # The index of each known array by its id: a residual that is a parameter or the microbatch
+        # is the same tracer.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
         # For each residual, its index among the known arrays, or None if it must be saved.
@@ -63,16 +64,18 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Saves only the stage's input, and computes the rest again in the backward tick."""
+    """Saves only the stage's input, `x`, and runs the stage again in the backward tick."""
     # `forward` leaves here the structure of x, for `backward`, which is traced after it.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
+        """Returns the results of `f`, and the arrays of `x`."""
         leaves, structure = jax.tree.flatten(x)
         of_last_trace[:] = [structure]
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
+        """Returns the transposed function, from a second run of `f`."""
         return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward

@@ -3,7 +3,9 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so it is refused here, by name.
-`operands(x)` are the values that JAX made a traced value `x` of, as far as JAX remembers them.
+`operands(x)` are the values from which JAX computed a traced value `x`, as far as JAX remembers
+them. A value varies along a mesh axis if its type says that it may differ there. From `Following`:
+`run` follows facts through a program, and `met` joins the facts of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +25,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Misused(ValueError):
-    """Blocks or functions with which a pipeline would train something else than the model. The
-    message names the leaf and the cure.
+    """The error for blocks or functions with which a pipeline would train something else than the
+    model. The message names the leaf and the cure.
 
     Attributes:
         kind: a name for the mistake, as `lint.program` gives it.
@@ -54,6 +56,7 @@ class Traced(NamedTuple):
     def __call__(self, *arguments: PyTree) -> Any:
         """Returns the results. The arguments must have the structure and types with which the
         function was traced."""
+        # The other leaves are constants of the program.
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A result that is a constant may be a NumPy array.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
@@ -76,10 +79,11 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` typed as varying over all axes over which `f(x)` then varies, as a loop needs
-    whose carry begins as `x` and becomes `f(x)`."""
-    # Only the types of `f(x)` count, and it may be made of shapes, so zeros stand for its values.
-    # Each round adds at least one varying axis to an array, and the mesh has few, so this ends.
+    """Returns `x` with varying axes added to its type until `f(x)` varies over no other axes. A
+    loop whose carry begins as `x` and becomes `f(x)` needs this, since its type must not change."""
+    # Only the types of `f(x)` count, and `f` may return `ShapeDtypeStruct`s, so zeros, which keep
+    # the types, stand for its values. Each round adds at least one varying axis to an array, and
+    # the mesh has few, so this ends.
     while True:
         types = jax.tree.map(varying_axes, x)
         x = match_varying(x, jax.tree.map(jnp.zeros_like, f(x)))
@@ -89,7 +93,8 @@ def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
 
 def _live(jaxpr: Jaxpr) -> set[Any]:
     """Returns the variables that the results of `jaxpr` depend on."""
-    # From the last equation to the first: one is needed if a needed one after it reads its result.
+    # From the last equation to the first: an equation is needed if a needed equation after it, or
+    # the program, uses its result. One with an effect, such as a print, is needed in any case.
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or live & set(eqn.outvars):
@@ -100,10 +105,11 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
     """Refuses a function that reads a trained parameter, or a value computed from one, by closure.
 
-    `outside` are the constants of its program, and `params` the trees of trained parameters.
+    `outside` are the constants of the function's program, and `params` the trees of trained
+    parameters.
     """
     # A parameter's name by the id of its array. A pipeline casts its parameters to varying, and a
-    # function may close over the array from before the cast: that has the same name.
+    # function may close over the array from before the cast, so that array gets the same name.
     sources = {
         id(array): mesh.dotted(path)
         for tree in params
@@ -129,7 +135,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 def _casts(leaf: Any) -> Iterator[Any]:
     """Yields a parameter, then the value that it was cast or gathered from, and so on."""
     yield leaf
-    # A value of one operand is that operand in another form.
+    # A value that was computed from one operand counts as that operand in another form.
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
         yield leaf
@@ -138,9 +144,11 @@ def _casts(leaf: Any) -> Iterator[Any]:
 def _source(value: Any, sources: dict[int, str]) -> int | None:
     """Returns the id of a parameter in `sources` that a traced value is, or was computed from.
     Returns None if there is none, as far as JAX remembers the operands."""
+    # A search backwards: the operands, their operands, and so on.
     seen, waiting = set(), [value]
     while waiting:
-        # The value that was computed from a tracer keeps it alive, so no other object has its id.
+        # Each tracer is kept alive by the value that was computed from it, so no other object gets
+        # its id.
         tracer = waiting.pop()
         if id(tracer) in sources:
             return id(tracer)
@@ -150,9 +158,9 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuses a function, embed or head, whose results depend on the blocks.
+    """Refuses with `Misused` a function, embed or head, whose results depend on the blocks.
 
-    `used` is a tree like the blocks that says which leaves the function's results depend on.
+    `used` is a tree like the blocks: True for each leaf that the function's results depend on.
     """
     for path, read in jax.tree.leaves_with_path(used):
         if read:
@@ -169,9 +177,10 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
 
 
 def moves_early(traced: Traced) -> bool:
-    """Returns whether a collective in a function needs only its first argument, the parameters:
-    then it could run before the previous tick has ended."""
-    # For each array among the arguments, whether it is ready only in its tick.
+    """Returns whether a collective in a function depends on no argument but the first, the
+    parameters: such a collective could run before the previous tick has ended."""
+    # For each array among the arguments, whether it is ready only in its tick: all but the
+    # parameters, argument 0. `used` is a tree like the arguments.
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     collectives = _Collectives()
     collectives.run(traced.program, is_late)
