@@ -4,7 +4,7 @@
 
 Figures are for one device (a TPU chip) and for one direction of a link. GB are 10^9 bytes, but 2^30
 for the memory of a TPU. The figures were written down before the first estimate, and were not tuned
-to any. Sources:
+afterwards. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
@@ -18,7 +18,8 @@ to any. Sources:
   of a v6e. The latency of that network is assumed to be 10 us. Google's pages state the sum over
   all links of a chip and both directions: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e. That is
   100 GB/s per link one way; the book's 90 are used for all three.
-* A TPU's clock turns the cycles of its compiler into seconds. It is the rate of products divided by
+* A TPU's clock turns the cycles of its compiler into seconds. The clock is the rate of products
+divided by
   the operations per cycle: 2 x 128 x 128 for a matrix unit, with 4 units per core up to v5p. From
   v6e on the units are not stated, and the 1.75 GHz of a v5p are used.
 * Shares of the stated figures, which are assumptions: large products reach 0.75. In the replay of a

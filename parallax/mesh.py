@@ -49,8 +49,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
         sizes: the size of each axis, at least 1. Their product is the number of devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or there is no axis, or a
-            size below 1; or the devices are CPUs, and JAX keeps compiled programs in a folder.
+        ValueError: the sizes do not multiply to the number of devices; there is no axis, or a size
+            is below 1; or the devices are CPUs, and JAX keeps compiled programs in a folder.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -75,7 +75,7 @@ def abstract(**sizes: int) -> AbstractMesh:
     `plan.trace` reads such a step.
 
     Raises:
-        ValueError: there is no axis, or a size below 1.
+        ValueError: there is no axis, or a size is below 1.
     """
     if not sizes or any(size < 1 for size in sizes.values()):
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -133,14 +133,14 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
 def spmd(
     f: Callable[..., Any], *, mesh: AnyMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Returns `f` run once on every device, on the device's block of each argument.
+    """Returns a function that runs `f` on every device, on that device's block of each argument.
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
-    (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the result in
-    `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too; it turns Python numbers into
-    arrays. The result may also be called inside a jitted program. Each argument is first laid out
-    as its spec says, wherever it was. Results lie on `mesh`; under `jax.set_mesh`, their axes have
-    the types (Auto or Explicit) of that mesh.
+    (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
+    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too; it turns Python numbers
+    into arrays. The returned function may also be called inside a jitted program. Each argument is
+    first laid out as its spec says, wherever it was. Results lie on `mesh`; under `jax.set_mesh`,
+    their axes have the types (Auto or Explicit) of that mesh.
 
     Args:
         f: a function of local blocks; it names the axes along which it communicates.
@@ -152,9 +152,9 @@ def spmd(
     Raises:
         ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
             than its array's rank, or splits a dim that does not divide; or an array has the spec
-            None. The message names the leaf. Also if the call is inside another `spmd` or
-            `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or if some axes are Auto
-            and others Explicit.
+            None. The message names the leaf. It is raised too if the call is inside another `spmd`
+            or `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or if some axes are
+            Auto and others Explicit.
     """
 
     def mapped(*arguments):
@@ -186,14 +186,13 @@ def spmd(
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """Returns the axes by which one spec splits several arrays with different numbers of rows.
 
-    `specs` is a tree prefix, so one spec may hold for several leaves. Rows are the first dim.
-    `grads` refuses a batch of such arrays.
+    `specs` is a tree prefix, so one spec may hold for several leaves. The rows of an array are its
+    first dim. `grads` refuses a batch of such arrays.
     """
 
     def axes(spec, leaves):
-        """Returns the axes that split the first dim, if the leaves of this spec have unequal rows.
-
-        Otherwise it returns none.
+        """Returns the axes that split the rows, if the leaves of this spec have unequal numbers of
+        rows; otherwise none.
         """
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
@@ -289,8 +288,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
 
     Raises:
-        ValueError: as `spmd` does; an array is deleted, is traced by `jax.jit`, or lies on devices
-            of other processes.
+        ValueError: as `spmd` does; or an array is deleted, is traced by `jax.jit`, or lies on
+            devices of other processes.
     """
     arrays, static = eqx.partition(tree, is_array)
     check_specs(arrays, specs, mesh)
@@ -383,7 +382,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
     """Raises `ValueError` if `spec` does not fit the array `leaf`.
 
-    The message names `path`, and `rule`, which gave the spec, if it is given.
+    The message names `path`, and the `rule` that gave the spec, if that is given.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
     # JAX refuses these too, but its message does not name the leaf. An entry of a spec, for one

@@ -43,9 +43,9 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
-    Other devices keep the order given. For GPUs that is machine by machine, so the last axes stay
-    inside a machine. Devices of several slices are taken slice by slice, so that the first axes
-    cross the network. TPUs are not placed by coordinates if these fill no box, or if the axes
+    Other devices keep the order given. For GPUs this order is machine by machine, so the last axes
+    stay inside a machine. Devices of several slices are taken slice by slice, so that the first
+    axes cross the network. TPUs are not placed by coordinates if these fill no box, or if the axes
     cannot be split between the slices.
 
     Args:
@@ -74,7 +74,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns, for each axis, the factor of its size that runs over slices, the first axes first.
 
-    The factors multiply to `count` slices, or to fewer if no axes have such factors.
+    The product of the factors is `count`, the number of slices, or a divisor of it if the axes have
+    no such factors.
     """
     factors = []
     for size in sizes:

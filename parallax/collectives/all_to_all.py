@@ -58,7 +58,7 @@ def all_to_all(
     `all_to_all` that sends the blocks back.
 
     Args:
-        x: arrays whose dim `split_axis` has size n, or, `tiled`, a multiple of n.
+        x: arrays whose dim `split_axis` has size n, or, if `tiled`, a multiple of n.
         axis_name: the mesh axis, or several, in row-major order.
         split_axis: the dim that is distributed.
         concat_axis: the dim along which the received blocks are joined.

@@ -47,7 +47,7 @@ class Algorithm:
     ```
 
     Attributes:
-        name: the name in messages.
+        name: the name in errors and reports.
         all_reduce: the twin of `lax.psum`.
         reduce_scatter: the twin of `lax.psum_scatter`.
         all_gather: the twin of `lax.all_gather`.
@@ -82,7 +82,7 @@ class Algorithm:
 def refused(algorithm: str, collective: str, instead: str) -> Callable[..., NoReturn]:
     """Returns a function that raises `ValueError`: `algorithm` has no such collective.
 
-    The arguments are names for the message; `instead` is what to use.
+    The arguments are words for the error; `instead` names what to use.
     """
 
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
@@ -103,7 +103,7 @@ class Axis:
     """A mesh axis, or several as one row-major group, with the algorithm of its collectives.
 
     Its collectives take trees of arrays. They return the same as `jax.lax`'s collectives, with the
-    same replication types. Functions with an argument `axis` make one by `Axis.of`:
+    same replication types. A function with an argument `axis` makes an `Axis` of it by `Axis.of`:
 
     ```python
     def mean_loss(losses, axis):                 # axis: "data", ("data", "context"), ring("data")
@@ -202,8 +202,8 @@ def combined_axis(*parts: AxisLike) -> Axis:
 
     If all have the same algorithm, their devices form one row-major group, in which the first axis
     varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one axis
-    after the other, in the order that `Axis.of` states. Parts without a name, `()`, are left out;
-    without any name, the result is the axis of one device, `Axis(())`.
+    after the other, in the order that `Axis.of` states. A part without a name, `()`, is left out.
+    If no part has a name, the result is `Axis(())`, the axis of one device.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
@@ -226,7 +226,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's slices of the sum, scattered over the first of `parts` first.
+        """Returns this device's slices of the sum, scattered over `parts` from the first to the
+        last.
 
         `_groups` gives the axes of `parts` that are in `axis_name`, in groups with one algorithm.
         """
@@ -248,7 +249,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
-        """Returns all devices' blocks, gathered over the last of `parts` first."""
+        """Returns all devices' blocks, gathered over `parts` from the last to the first."""
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""

@@ -39,7 +39,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     that vary along the same axes, in the order of the tree, up to `nbytes`. An unreduced or reduced
     leaf has its own bucket, and so has a leaf of `nbytes` or more. A bucket is padded to a multiple
     of the devices, so that a ring need not copy it again. With `quantized`, numbers of neighbouring
-    leaves share a scale: a loss among gradients would spoil them.
+    leaves share a scale. So reduce a loss apart from the gradients: its magnitude would spoil their
+    accuracy.
 
     Args:
         axis: the axis, or its name. Its other collectives stay as they are.
@@ -116,8 +117,7 @@ def _packed(leaves, axis_name):
 
 
 def _unpacked(total, shapes):
-    """Returns the reduced leaves, of these shapes, of a reduced bucket: the inverse of
-    `_packed`."""
+    """Returns the leaves of a reduced bucket, in these shapes: the inverse of `_packed`."""
     # The only leaf of a bucket was sent in its own shape, not as a vector.
     if len(shapes) == 1:
         return [total]

@@ -5,9 +5,9 @@
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send them at once, but a device with one port cannot. All numbers are whole, padding
-included, and equal the numbers that the tests read from the compiled programs. `tuning.fit`
-measures the time of a hop on the live mesh.
+program may send them at the same time, but a device with one port cannot. All numbers are integers
+that count padding too, and equal the numbers that the tests read from the compiled programs.
+`tuning.fit` measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -64,11 +64,12 @@ def priced(
     Args:
         rounds: `(size, n, itemsize, **options)` computes the rounds for an array of `size` numbers
             of `itemsize` bytes on n devices.
-        name: the name in messages, such as "ring.all_reduce"; the function's own by default.
+        name: the name in errors and reports, such as "ring.all_reduce"; by default the function's
+            own name.
     """
 
     def with_rounds(function: Function) -> Function:
-        """Returns the function itself, with its rounds and its name in messages."""
+        """Returns the function itself, with its rounds and its name for errors and reports."""
         function.rounds = rounds  # pyright: ignore[reportFunctionMemberAccess]
         function.__qualname__ = name or function.__qualname__
         function.__name__ = function.__qualname__.rpartition(".")[2]
@@ -130,8 +131,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
             of the product.
         n: the number of devices on the axis, or on each of several axes.
-        itemsize: the bytes of a number. An array whose size does not divide is padded by whole
-            numbers.
+        itemsize: the bytes of a number. An array is padded, with numbers of this size, until n
+            divides it.
 
     Raises:
         ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
@@ -142,7 +143,7 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of a tree with leaves (or buckets) of `sizes` bytes, one after another.
+    """Returns the cost of a tree whose leaves (or buckets) of `sizes` bytes are sent in turn.
 
     Raises the errors of `of`.
     """
@@ -192,7 +193,7 @@ def _rounds(function, size, n, itemsize, options):
 
 
 def describe(collective: Callable[..., Any]) -> str:
-    """Returns the name of a function in messages, such as `ring.all_reduce` or `lax.psum`."""
+    """Returns a function's name for errors and reports: `ring.all_reduce` or `lax.psum`."""
     # `priced` gave the function its `rounds`, and this name as `__qualname__`.
     if hasattr(collective, "rounds"):
         return collective.__qualname__

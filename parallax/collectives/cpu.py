@@ -27,7 +27,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def sequence_after(x: Tree, after: PyTree) -> Tree:
-    """Returns the tree `x`, which a CPU computes only after `after`. Values and types stay.
+    """Returns the tree `x`, which a CPU computes only after `after`; values and types do not
+    change.
 
     The result is differentiable in `x`. Random keys do not wait. Unreduced and reduced arrays do
     not wait either, since JAX cannot index them.
@@ -55,7 +56,7 @@ def _can_wait(leaf) -> bool:
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
-    """Returns `x`, selected by a condition that is always true and that no compiler can know.
+    """Returns `x`, selected by a condition that is always true, which no compiler can prove.
 
     An optimization barrier would not do: the CPU's compiler removes it.
     """
@@ -70,7 +71,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that XLA takes for another than `leaf`: it drops a `where` of equals."""
+        """Returns a value that XLA does not know to equal `leaf`, or it would drop the `where`."""
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros((), leaf.dtype) if is_number else ~leaf

@@ -1,4 +1,4 @@
-"""Drop-in replacements for `lax`'s collectives, from a reduce-scatter and an all-gather of slices.
+"""Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
 This file adds the dims, options, replication types and errors of `lax`'s functions.
 
@@ -42,7 +42,10 @@ class Slices(NamedTuple):
 def reduce_scatter_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, scatter_dimension: int, tiled: bool
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.psum_scatter` of one array, by `slices.scatter`; transpose: `slices.gather`."""
+    """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
+
+    The transpose is `slices.gather`.
+    """
     # Booleans are counted. Random keys, and types that `lax` refuses, raise an error here.
     x = check_summand("reduce_scatter", summable(x), axis_name)
     if not axes(axis_name):  # without an axis, `lax` drops no dim even if not tiled
@@ -65,7 +68,7 @@ def all_gather_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.all_gather` of one array, computed by `slices`.
 
-    `to` is the type of the result along the axis, with the words of `lax.pcast`.
+    `to` is the type of the result along the axis, in the words of `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
@@ -104,12 +107,13 @@ def all_gather_leaf(
 
 
 def _add_dim(x, dim: int, tiled: bool):
-    """Returns `x`; unless `tiled`, with a new dim of size 1 at `dim`, which is then gathered."""
+    """Returns `x` if `tiled`, else `x` with a new dim of size 1 at `dim`, to be gathered along."""
     return x if tiled else jnp.expand_dims(x, dim)
 
 
 def _drop_dim(x, dim: int, tiled: bool):
-    """Returns `x`; unless `tiled`, without dim `dim`: the scatter cut its size from n to 1."""
+    """Returns `x` if `tiled`, else `x` without dim `dim`, whose size the scatter cut from n to
+    1."""
     return x if tiled else jnp.squeeze(x, dim)
 
 

@@ -8,9 +8,9 @@ An *offset* is a place relative to this device, which is at `route.home`, offset
 of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
 offset o after a hop of `step`, and `pairs(step)` are the hop's (sender, receiver).
 
-A run of rounds in which each table sends on exactly the blocks that just arrived is a *chain*. A
-long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds are
-written out.
+Consecutive rounds in which each table sends on exactly the blocks that just arrived are a *chain*.
+A long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds
+are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ def scatter(
     def take(table, offset):
         """Returns the partial sum for the device at an offset, and removes it from `sums`.
 
-        If none has arrived, that is this device's own term.
+        If none has arrived, it returns this device's own term.
         """
         if offset in sums[table]:
             return sums[table].pop(offset)
@@ -175,7 +175,7 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop, one hop a trip, and updates `sums`.
+    """Runs a chain of a scatter as a loop, one hop per trip, and updates `sums`.
 
     After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
     `sums` are as in `scatter`.
@@ -248,7 +248,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
     A trip is one hop: each table sends on the blocks that it just received, and the arriving blocks
     are written. If rounds remain (those before the chain, since a gather runs backwards), they send
-    these blocks again, so all blocks are also kept in stacks: `[length, *block]` for each piece.
+    these blocks again, so all blocks are also kept in stacks: `[length, *block]` for each piece, an
+    array of a message.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -262,7 +263,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
 
         `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
-        block for rounds after the loop, and are empty if there are none.
+        block for rounds after the loop, and are empty if no rounds follow.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -374,7 +375,7 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x`, whose blocks XLA cannot join inside the operation that uses them.
 
     Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
-    blocks depends on the device, so replicas would drift apart.
+    blocks these are depends on the device, so replicas would drift apart.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 
@@ -383,8 +384,8 @@ def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> 
     """Returns `function` of each array of the tree `x`.
 
     With more than `UNROLLED` devices, hops may be loops. Then, on a CPU, each leaf waits for the
-    one before: collectives of two leaves could meet otherwise, which aborts the process (see
-    `cpu`).
+    one before. Otherwise collectives of two leaves could run at the same time, which aborts the
+    process (see `cpu`).
     """
     leaves, structure = jax.tree.flatten(x)
     results: list[jax.Array] = []

@@ -36,7 +36,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: Collective = lax.all_to_all
 ) -> Algorithm:
-    """Returns the algorithm of a table for n devices, `maker(n)`. It decorates a maker too.
+    """Returns the algorithm whose table for n devices is `maker(n)`. It also decorates a maker.
 
     ```python
     @collectives.algorithm
@@ -50,13 +50,13 @@ def algorithm(
     dtype and shape, with the same replication types and derivatives. They work along one axis or
     several. For S bytes, padded to a multiple of n numbers, a device sends (n - 1)/n S in a
     reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. The transpose of
-    an all-reduce is free. They raise `ValueError` if a leaf lacks the dim, if the dim does not
-    divide, or if the code does not run over the axis.
+    an all-reduce is free. The functions raise `ValueError` if a leaf lacks the dim, if the dim does
+    not divide, or if the code does not run over the axis.
 
     Args:
         maker: gives the `Route` for n devices, or several that run side by side, each with a share
             of every block.
-        name: the name in messages; the maker's by default.
+        name: the name in errors and reports; the maker's by default.
         all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
@@ -64,7 +64,7 @@ def algorithm(
 
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
-    """Returns an algorithm as `algorithm` does, but calls `maker` with the devices on each axis.
+    """Returns an algorithm as `algorithm` does, but calls `maker` with the size of each axis.
 
     For two axes of 2 and 4 devices it calls `maker(2, 4)`.
     """

@@ -21,8 +21,8 @@ AdamW divides by the gradients' second moment, for which a correction one step l
 200 steps of AdamW the held-out loss was 0.4 % above the exact run's without feedback, and 1.1 %
 above it with feedback.
 
-Each device quantises its term for device j once and sends it straight to j. Device j adds up in
-float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
+Each device quantises its term for device j once and sends it straight to j. Device j adds the terms
+in float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
 sum: n/2 times this bound.
 
@@ -33,12 +33,13 @@ sum: n/2 times this bound.
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
 With blocks of 32 these are 0.258 of the exact ring's bytes. (float64 sends two bytes per exponent.)
-A hop is one message, of integers and exponents together. Hop k of the reduction spans k devices: as
-fast as a neighbour's on a switch, k links on a bare ring.
+A hop is one message, of integers and exponents together. Hop k of the reduction spans k devices. On
+a switch it is as fast as a hop to a neighbour; on a bare ring it crosses k links.
 
-The functions take the types, trees and axes of `ring`'s. The derivative is that of the exact
-function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves of
-less than a block (a loss, a norm) and leaves that are not real floats are sent by the exact ring.
+The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
+exact function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves
+with fewer numbers than a block (a loss, a norm) and leaves that are not real floats are sent by the
+exact ring.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -100,7 +101,7 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of messages of a gather, round a ring, of parts of `size` numbers.
+    """Returns the rounds of messages of an all-gather round a ring, of parts of `size` numbers.
 
     `itemsize` is the bytes of a number before it is quantised.
     """
@@ -171,7 +172,7 @@ def quantized_reduce_scatter(
 
     The twin of `lax.psum_scatter`.
 
-    The error of a number is at most the sum of a_i over the other devices / 127, where a_i is the
+    The error of a number is at most (sum of a_i over the other devices) / 127, where a_i is the
     largest magnitude in the number's block on device i. The transpose is `quantized_all_gather`.
 
     Raises:
@@ -242,8 +243,8 @@ class ErrorFeedback:
         """Returns the error before the first call, for the tree `x`: zeros.
 
         A leaf `[*dims]` has the error `[1, *dims]`, in float32 or wider, different on each device
-        of `axis_name`. With the dim of 1, the leaf's spec outside of `mesh.spmd` is
-        `P(axis_name, *dims)`.
+        of `axis_name`. Because of the dim of 1, the spec of the error for `mesh.spmd` is
+        `P(axis_name, *spec of the leaf)`.
         """
 
         def leaf(x):
@@ -340,9 +341,9 @@ def dequantize(
 
 
 def _all_reduce(x, axis_name, block_size):
-    """Returns the sum of `x` over devices in its wide type, and this device's rounding errors.
+    """Returns the sum of `x` over devices, and this device's rounding errors.
 
-    Both have the shape of `x`.
+    Both have the shape of `x`, and its type, which is float32 or wider.
     """
     n = types.axis_size(axis_name)
     # Row j is the part that device j adds up.
@@ -379,7 +380,8 @@ def _slices(block_size):
 def _reduce(parts, axis_name, block_size):
     """Returns this device's part of the sum over devices, and the rounding errors of its terms.
 
-    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0.
+    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0: it is not
+    quantised.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.

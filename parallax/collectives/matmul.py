@@ -2,7 +2,8 @@
 
 If a gather ends before its product begins, the multipliers wait for the links. Here a device
 multiplies a block while the next blocks arrive from both neighbours. In a product before a scatter,
-partial sums travel from both sides to their owner, and in each hop a block's product is added.
+partial sums travel from both sides to the device that owns them, and in each hop a block's product
+is added.
 The whole gathered operand, or the whole product before the scatter, never exists, neither forward
 nor backward.
 
@@ -122,7 +123,7 @@ def matmul_reduce_scatter(
     In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. It equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
-    is never whole. The sums that travel have `x`'s type. The transpose in `x` is
+    is never whole. The partial sums that are sent have the type of `x`. The transpose in `x` is
     `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any order,
     also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
@@ -180,7 +181,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
-        """Returns the weight's gradient with the term of device j's rows, `block`."""
+        """Returns `total`, the weight's gradient, plus the term of `block`, device j's rows of
+        `x`."""
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)
 
@@ -222,7 +224,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
     def multiply_and_add(gradients, j, block):
-        """Returns both gradients after the terms of device j's block of the cotangent."""
+        """Returns both gradients with the part that device j's block of the cotangent gives."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)

@@ -1,11 +1,11 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-It suits messages that cost nothing but hops. For n devices, p the greatest power of two not above
-n, and S the bytes of the array on one device:
+It suits small arrays, whose time depends only on the number of hops. For n devices, p the greatest
+power of two not above n, and S the bytes of the array on one device:
 
 | function | bytes a device sends, at most | hops | transpose |
 |---|---|---|---|
-| `all_reduce` | log2 p S, and 2 S more unless n = p | log2 p, and 2 more unless n = p | free |
+| `all_reduce` | S log2 p, and 2 S more unless n = p | log2 p, and 2 more unless n = p | free |
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH
 (2005).
@@ -58,14 +58,15 @@ def _messages(size, n, itemsize):
 
 @priced(_messages, "doubling.all_reduce")
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
-    """Returns the sum over devices, on every device: `A {U_X} -> A`. For small arrays.
+    """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    In hop k device i exchanges its sum with device i ^ 2^k: log2 n hops of all of `x`. Both add the
-    same two numbers, and a + b equals b + a to the last bit, so all devices end with the same bits.
-    Unless n is a power of two, there are 2 more hops. The n - p last devices first send their terms
-    to the front, and receive the result at the end. (Without this first step, as in `halving`,
-    there is one hop less, but each device adds in its own order.) The transpose is free. No `Route`
-    describes this: a route sends each block away once, and here both devices keep their sum.
+    In hop k device i exchanges its sum, all of `x`, with device i XOR 2**k; there are log2 n hops.
+    Both devices add the same two numbers, and a + b equals b + a to the last bit, so all devices
+    end with the same bits. Unless n is a power of two, there are 2 more hops. The n - p last
+    devices first send their terms to the front, and receive the result at the end. (Without this
+    first step, as in `halving`, there is one hop less, but each device adds in its own order.) The
+    transpose is free. No `Route` describes this: a route sends each block away once, and here both
+    devices keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 

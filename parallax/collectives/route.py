@@ -14,8 +14,8 @@ summed, on the device that owns it. A *gather* is the same table backwards: each
 copied to all others. The two are each other's transpose; one after the other they are an
 all-reduce.
 
-The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. This is the way of the block that
-belongs to device 0, in a scatter:
+The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. In a scatter, the block that belongs
+to device 0 goes this way:
 
     round 1   device 1 sends it (offset 3: 1 + 3 is device 0); device 2, offset 2, adds its term
     round 2   device 2 sends it (offset 2); device 3, offset 1, adds its term
@@ -123,7 +123,10 @@ class Route:
         return number
 
     def pairs(self, step: Point, *, back: bool = False) -> list[tuple[int, int]]:
-        """Returns (from, to) for every device for a message of this step; `back` swaps the two."""
+        """Returns the pairs (from, to) of the messages of this step; `back` swaps from and to.
+
+        Every device sends one message.
+        """
         pairs = []
         for device, point in enumerate(self.points()):
             ahead = self.device_number([place + s for place, s in zip(point, step, strict=True)])
@@ -140,9 +143,10 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns, for each round as they run, the length of the longest chain of messages so far.
+        """Returns the length of the longest chain of messages after each round, in running order.
 
-        In a chain, each message waits for the one before. `back`: the rounds run backwards.
+        In a chain, each message waits for the one before. With `back` the rounds run backwards, as
+        in a gather.
         """
         return self._hops[back]  # `back` is False or True: index 0 or 1
 
@@ -161,9 +165,10 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns, for each round as they run, the length of the longest chain of messages so far.
+    """Returns the length of the longest chain of messages after each round, in running order.
 
-    In a chain, each message waits for the one before. `back`: the rounds run backwards.
+    In a chain, each message waits for the one before. With `back` the rounds run backwards, as in a
+    gather.
     """
     # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}
@@ -261,7 +266,7 @@ def _describe(point: Point) -> str:
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
     """Writes a table as a file: a line with the box, then a line for each block sent.
 
-    A block's line is round, step, offset. Points are written as `1 0`.
+    A block's line has its round, step and offset. Points are written as `1 0`.
     """
 
     def words(point):
@@ -277,7 +282,7 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
 
 
 def from_csv(path: str | os.PathLike[str]) -> Route:
-    """Returns the table in a file of `to_csv`.
+    """Returns the table of a file that `to_csv` wrote.
 
     Raises `ValueError` for other files and wrong tables.
     """

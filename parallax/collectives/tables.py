@@ -51,7 +51,8 @@ def ring(n: int) -> Route:
 
 @algorithm
 def two_rings(n: int) -> tuple[Route, Route]:
-    """Two rings in opposite directions, each for half of every block: links carry both ways."""
+    """Two rings in opposite directions, each for half of every block: links carry data both
+    ways."""
     return ring.table(n), Route((n,), [{-1: [h]} for h in range(1, n)])
 
 
@@ -77,7 +78,7 @@ def halving(n: int, by: int = 2) -> Route:
 
 @functools.cache
 def halving_by(by: int) -> Algorithm:
-    """Returns `halving` that keeps 1/`by` of its blocks in a round.
+    """Returns an algorithm like `halving`, in which a device keeps 1/`by` of its blocks in a round.
 
     With by=4 a round has three messages, and there are half as many rounds as with by=2.
     """
@@ -103,7 +104,8 @@ def pairs(n: int) -> Route:
 
 @functools.cache
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Returns a ring inside each machine of `g` devices, then the algorithm `between` machines.
+    """Returns an algorithm: a ring inside each machine of `g` devices, then `between` over
+    machines.
 
     n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
     per device, on average, would leave it. With `halving` between many machines there are few
@@ -135,7 +137,8 @@ def hierarchical(*sizes: int) -> Route:
 
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
-    """All axes carry a share at once: part k of a block goes round axis k, then the next axes."""
+    """All axes carry a share at once: part k of a block goes round axis k, then round the
+    others."""
     longest, axes = max(sizes), range(len(sizes))
     # Shorter rings get empty rounds, so that all parts change to their next axis together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]

@@ -1,9 +1,9 @@
 """Reduce-scatter, all-gather and all-reduce of one array by routes, on slices along one dim.
 
 A TPU stores an array of two dims or more in tiles of 8 x 128 numbers, so flattening copies the
-array. By the cycles of its compiler, an all-reduce of 105 MB on v5e takes 10.3 ms flattened and
-5.0 ms on slices. So blocks are slices that are read in place and written once. An array without a
-fitting dim is sent as a padded vector.
+array. By the cycles that the compiler states, an all-reduce of 105 MB on v5e takes 10.3 ms
+flattened and 5.0 ms on slices. So blocks are slices that are read in place and written once. An
+array without a fitting dim is sent as a padded vector.
 
 `routes` are the tables of an algorithm, which run side by side. Each carries one *part*, or share,
 of every block.
@@ -87,7 +87,7 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
     shares = shares_of(length, len(routes))
 
     def slice_of(table, device):
-        """Returns this device's term for a device's slice, in the share of one table."""
+        """Returns this device's term of the slice of `device`, in the share of one table."""
         start, share_length = shares[table]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
@@ -100,7 +100,7 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shares = shares_of(length, len(routes))
 
     def write(result, table, device, block):
-        """Returns the result with the share of a device's slice that one table carries."""
+        """Returns the result with `block`, the share of one table in the slice of `device`."""
         start = device * length + shares[table][0]
         return lax.dynamic_update_slice_in_dim(result, block, start, dim)
 
@@ -125,8 +125,8 @@ def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
 def _in_rows(flat, size: int, blocks: int):
     """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
 
-    `size` is that of the whole array, of which `flat` may be one device's block. Rows must divide
-    into `blocks` equal blocks; otherwise it raises `ValueError`.
+    `size` is the number of numbers of the whole array, of which `flat` may be one device's block.
+    Rows must divide into `blocks` equal blocks; otherwise it raises `ValueError`.
     """
     if size < 2**31:
         return flat

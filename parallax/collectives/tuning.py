@@ -130,7 +130,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
     No term is below 0. A sum of squares would give too much weight to a time that a busy machine
     made longer, so absolute differences are summed. Their sum is minimised by weighted least
-    squares (Weiszfeld's iteration), for every choice of the terms that are not 0.
+    squares (Weiszfeld's iteration). That is done for every choice of the terms that are not 0, and
+    the best fit is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -226,7 +227,7 @@ def auto(
     rounds: int = 11,
     link: Link | None = None,
 ) -> tuple[Algorithm, str]:
-    """Returns an algorithm whose all-reduce is the fastest at each size, and the reasons.
+    """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
     second at one of the sizes, and `lax.psum`, which has no formula. Twice it adds the sizes of

@@ -92,7 +92,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
-    """Returns, by axis, "unreduced" or "reduced" (the words of `lax.pcast`) if `x` is either.
+    """Returns "unreduced" or "reduced", as in `lax.pcast`, for each axis along which `x` is either.
 
     An unreduced value is a sum over the axis that was not taken yet: each device has one term. A
     reduced value is the same on all devices, and its cotangent is unreduced. Raises `TypeError` as
