@@ -1,4 +1,5 @@
-"""Whether the sizes of a run fit together, and the nearest change that makes them fit.
+"""Checks whether the sizes of a run fit together, and proposes the nearest change that makes them
+fit.
 
 All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
@@ -20,19 +21,13 @@ Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 ScheduleName = Literal[
     "one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep", "one_f_one_b", "zero_bubble"
 ]
-PER_STAGE = (
-    "one_f_one_b",
-    "zero_bubble",
-)  # schedules in which each stage runs its own job; in the others all keep step
+# Schedules in which each stage runs its own jobs; in the others all stages keep step
+PER_STAGE = ("one_f_one_b", "zero_bubble")
 Fields = Mapping[str, Any]
 
 AXES = ("replica", "data", "expert", "stage", "context", "tensor")
 BATCH_AXES = ("replica", "data", "expert")  # these split the batch by sequences
-ALWAYS = (
-    "data",
-    "stage",
-    "tensor",
-)  # every mesh has these axes, the others only where they split something
+ALWAYS = ("data", "stage", "tensor")  # every mesh has these axes; the others only if not of size 1
 SIZES = ("layers", "heads", "hidden", "rows", "tokens", "batch")  # of a model and a batch
 OPTIONAL_SIZES = ("experts", "devices", "processes")
 COUNTS = (*AXES, "microbatches", "chunks", "processes")
@@ -146,12 +141,13 @@ def refusal(
     values = {name: wording.value(name, value) for name, value in {**fields, **sizes}.items()}
     needed = fault.needed.format_map(values)
     repairs = [repaired(fields, sizes, change, wording.fixed) for change in fault.changes]
-    works = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
-    if not works:
+    working = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
+    if not working:
         return needed
     # The note belongs to the first cure, which may not be among those that work.
-    note = fault.note if fault.changes[0].items() <= works[0].items() else ""
-    texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in works))
+    note = fault.note if fault.changes[0].items() <= working[0].items() else ""
+    # Two cures may lead to the same repair. At most two are shown.
+    texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in working))
     return f"{needed} {proposal(texts[:2], note)}"
 
 
@@ -192,7 +188,7 @@ def repaired(
         cures = [cure for cure in fault.changes if not set(cure) & set(fixed)]
         if not cures:
             return None
-        cure = cures[0]
+        cure = cures[0]  # the best one that the caller can use
     return None
 
 
@@ -217,7 +213,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each field whose type or value is wrong; its cure is the nearest value."""
+    """Yields a fault for each field whose type or value is wrong. Its cure is the value that the
+    caller may have meant, the closest choice, or 1 for a count out of bounds."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -245,7 +242,8 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
             return
     devices, processes = sizes.get("devices", 0), sizes.get("processes", 1)
     if devices % processes:
-        more_devices = -(-devices // processes) * processes
+        more_devices = -(-devices // processes) * processes  # rounded up to a multiple
+        # No cures, since the layout cannot change the machine: the sentence says what to do.
         yield Fault(
             f"Layout: each process must have as many devices as the others; the run has {devices} "
             f"devices and {processes} processes. Start {closest_divisor(devices, processes)}, or "
@@ -258,7 +256,8 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _choices(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica."""
+    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica, and
+    those of `_pipeline_choices`."""
     shards_state = fields["zero"] > 0
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
@@ -269,13 +268,12 @@ def _choices(fields: Fields) -> Iterator[Fault]:
         yield Fault(needed, ({"sequence": False}, {"tensor": 2}))
     if fields["replica"] > 1 and not shards_state:
         needed = (
-            "Layout: {replica} has copies of what ZeRO splits over data, and {zero} splits nothing."
+            "Layout: {replica} has copies of the state that ZeRO splits over data, but {zero} "
+            "splits nothing."
         )
         yield Fault(needed, ({"replica": 1}, {"zero": 1}))
     if fields["remat"] == "gathers" and not fields["sequence"] and fields["zero"] < 3:
-        needed = (
-            "Layout: {remat} gathers again what sequence or ZeRO-3 gathered, and neither is on."
-        )
+        needed = "Layout: {remat} repeats the gathers of sequence or ZeRO-3, and neither is on."
         yield Fault(needed, ({"remat": "none"},))
     yield from _pipeline_choices(fields)
 
@@ -295,21 +293,21 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
             "Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2})
         )
     if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b"):
-        needed = "Layout: {schedule} has one chunk a stage; got {chunks}."
+        needed = "Layout: {schedule} has one chunk per stage; got {chunks}."
         yield Fault(needed, ({"schedule": default},))
     for name in ("stage", "tensor"):
         if fields["split_sends"] and fields[name] == 1:
             needed = (
-                "Layout: {split_sends} shares what goes from stage to stage among the tensor "
-                f"axis; got {{{name}}}."
+                "Layout: {split_sends} splits the sends from stage to stage over the tensor axis; "
+                f"got {{{name}}}."
             )
             yield Fault(needed, ({"split_sends": False}, {name: 2}))
     if fields["sequence"] and fields["split_sends"]:
         needed = (
-            "Layout: {split_sends} has nothing to split where {sequence} has split it by tokens."
+            "Layout: {split_sends} has nothing to split: {sequence} splits the sends by tokens."
         )
         yield Fault(needed, ({"split_sends": False},))
-    if fields["chunks"] > 1 and M % P:
+    if fields["chunks"] > 1 and M % P:  # chunks take turns after every P microbatches
         needed = (
             "Layout: with {chunks} the microbatches must be a multiple of the stages; got "
             "{microbatches} and {stage}."
@@ -321,7 +319,8 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for each size that does not divide by the devices among which it is split."""
+    """Yields a fault for each size of the model or the batch that is not a multiple of the parts
+    into which it is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
     # given, this is 0, which has no effect in another gcd.
@@ -341,7 +340,9 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
             (*_multiples("layers", sizes["layers"], P * v), fewer_stages),
         )
     if "rows" in sizes and sizes["rows"] % (P * t):
-        padded = _multiples("rows", sizes["rows"], P * t)[0]
+        padded = _multiples("rows", sizes["rows"], P * t)[0]  # the multiple above
+        # The other cure is axes that fit: a tensor axis that also divides heads and hidden units,
+        # and then a number of stages that divides the remaining rows, and the layers.
         smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
         fewer_stages = closest_divisor(
             math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
@@ -359,8 +360,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for sequences, and for tokens, that do not divide by the devices among which
-    they are split."""
+    """Yields a fault for sequences, and for tokens of a sequence, whose number is not a multiple of
+    the parts into which they are split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
@@ -383,7 +384,8 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
         )
     # Each of the c devices holds two chunks of the sequence, which balances causal attention. With
-    # `sequence` its tokens are also split over the tensor axis. So c lcm(2, t) must divide them.
+    # `sequence` its tokens are also split over the tensor axis. So the number of tokens must be a
+    # multiple of c lcm(2, t).
     if t <= 2:
         factors = "2 x {context}"
     elif t % 2 == 0:
@@ -404,14 +406,15 @@ def _batch_divisor(fields: Fields) -> int:
 
 
 def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault if the layout's devices do not divide by its processes."""
+    """Yields a fault if the number of the layout's devices is not a multiple of that of its
+    processes."""
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
-    # first. It must be a multiple of processes / gcd(others, processes), for `others` devices per
-    # replica.
+    # first. It must be a multiple of processes / gcd(others, processes): the product of the other
+    # axes, `others`, has the other factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
     more_devices = _multiples("data", data, processes // math.gcd(others, processes))
@@ -455,7 +458,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }
-    # An axis that no size limits counts with 0, since gcd(n, 0) is n.
+    # An axis that no size limits counts with 0, since gcd(n, 0) is n. Each axis takes its share of
+    # the devices that the axes before it left, and `data` takes the rest.
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])
@@ -475,6 +479,7 @@ def closest_divisor(number: int, size: int) -> int:
     """Returns the divisor of `number` that is closest to `size`; of two, the smaller one."""
     # No divisor is larger than the number itself.
     size = min(number, size)
+    # The distance grows, and the smaller number is tried first.
     for distance in range(size):
         for near in (size - distance, size + distance):
             if number % near == 0:
@@ -502,7 +507,7 @@ def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]
     """Returns two cures for the size `name`: the multiple of `divisor` above `size`, and the one
     below it unless that is 0."""
     below = size // divisor * divisor
-    above = -(-size // divisor) * divisor
+    above = -(-size // divisor) * divisor  # -(-a // b) is a / b, rounded up
     return ({name: above}, {name: below}) if below else ({name: above},)
 
 
@@ -514,6 +519,7 @@ def _meant(value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")
     number = text.removesuffix(".0")
+    # Longer numbers are above every bound.
     if isinstance(default, int) and number.isdecimal() and len(number) < 10:
         return int(number)
     return default

@@ -138,18 +138,18 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"tensor": 2, "split_sends": True},
-            "Layout: split_sends=True shares what goes from stage to stage among the tensor "
-            "axis; got stage=1. Use split_sends=False (or stage=2).",
+            "Layout: split_sends=True splits the sends from stage to stage over the tensor axis; "
+            "got stage=1. Use split_sends=False (or stage=2).",
         ),
         (
             {"stage": 2, "tensor": 2, "sequence": True, "split_sends": True},
-            "Layout: split_sends=True has nothing to split where sequence=True has split it by "
+            "Layout: split_sends=True has nothing to split: sequence=True splits the sends by "
             "tokens. Use split_sends=False.",
         ),
         (
             {"replica": 2, "data": 2},
-            "Layout: replica=2 has copies of what ZeRO splits over data, and zero=0 splits "
-            "nothing. Use replica=1 (or zero=1).",
+            "Layout: replica=2 has copies of the state that ZeRO splits over data, but zero=0 "
+            "splits nothing. Use replica=1 (or zero=1).",
         ),
         (
             {"remat": "stage"},
@@ -157,7 +157,7 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"remat": "gathers", "data": 2, "zero": 2},
-            "Layout: remat='gathers' gathers again what sequence or ZeRO-3 gathered, and neither "
+            "Layout: remat='gathers' repeats the gathers of sequence or ZeRO-3, and neither "
             "is on. Use remat='none'.",
         ),
         (
@@ -171,7 +171,7 @@ def test_the_schedule_is_a_table():
         ),
         (
             {"stage": 2, "chunks": 2, "microbatches": 2, "schedule": "gpipe"},
-            "Layout: schedule='gpipe' has one chunk a stage; got chunks=2. Use "
+            "Layout: schedule='gpipe' has one chunk per stage; got chunks=2. Use "
             "schedule='one_f_one_b_lockstep'.",
         ),
         (
