@@ -44,8 +44,8 @@ def mean(
     Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
     noticeable time. A block sends as much as `tensor.cross_entropy` of its tokens.
 
-    The cotangent of `x` is this device's share of a sum, which the `tensor.copy_to` before `mean`
-    takes. There is no forward-mode derivative.
+    The cotangent of `x` is this device's term of a sum: the `tensor.copy_to` before `mean` adds the
+    terms. There is no forward-mode derivative.
 
     Args:
         x: the input of the head, after `tensor.copy_to`.

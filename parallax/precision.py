@@ -5,10 +5,10 @@ float16. Sums (gradients over microbatches and devices, norms, softmax, the loss
 wide types: float32 or wider.
 
 float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
-is multiplied by a number, the loss scale, before it is differentiated. `Scale` is that number and
-its history, part of a step's state. The scale falls when a gradient overflows, and that step is
-skipped; it rises when no gradient has overflowed for a while. A loss function returns the loss or
-(loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
+is multiplied by a number, the loss scale, before it is differentiated. `Scale` holds this number
+and its history, as a part of a step's state. The scale falls when a gradient overflows, and that
+step is skipped; it rises when no gradient has overflowed for a while. A loss function returns the
+loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)

@@ -150,7 +150,7 @@ def comms(
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    The functions raise the errors of `reduce_scatter_to` and `local_tokens`.
+    The functions of the result raise the errors of `reduce_scatter_to` and `local_tokens`.
     """
     axis = Axis.of(axis)
 

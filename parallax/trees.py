@@ -82,7 +82,7 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict of specs by path that is also a rule: it gives None to any other path.
 
-    In a list of rules it may be empty.
+    It may be empty, also in a list of rules.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:

@@ -472,12 +472,12 @@ ERRORS = {
     "context.ulysses: the 4 heads must divide by the 3 devices of 'context'.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
-    "context: 6 tokens must divide by 4, 2 chunks for each of 2 devices. Use sequences of 8": {
+    "context: the number of tokens, 6, must be a multiple of 4: 2 chunks for each of 2 devices. "
+    "Use sequences of 8": {
         **{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2), "attend": through(context.gathered)}
     },
-    "An order needs each chunk once, and equally many chunks on each of 2 devices; got [[0], ": {
-        "order": lambda n: [[0]] * n
-    },
+    "An order must have each chunk once, and the same number of chunks on each of 2 devices; got "
+    "[[0], ": {"order": lambda n: [[0]] * n},
 }
 
 

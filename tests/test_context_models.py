@@ -139,7 +139,8 @@ ERRORS = {
         {"attention_dropout": 0.1},
         16,
     ),
-    "context: 10 tokens must divide by 4, 2 chunks for each of 2 devices. Use sequences of 12": (
+    "context: the number of tokens, 10, must be a multiple of 4: 2 chunks for each of 2 devices. "
+    "Use sequences of 12": (
         {},
         10,
     ),

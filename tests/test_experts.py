@@ -592,7 +592,7 @@ def test_refusals():
         split=False,
     )
     refused(
-        "experts.ragged moves data by jax.lax alone, and the axis is ring('data'). Name the "
+        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Name the "
         "axis, 'data', or use exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),

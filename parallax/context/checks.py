@@ -134,11 +134,11 @@ def check_kernel(
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    The scores of a window and of ALiBi do. `attention` calls a kernel on one chunk of the tokens
-    without the chunk's place, so such scores would be wrong. The kernel is traced on one head, and
-    its tables [T, T] that do not depend on q, k and v are computed. A table that is not constant on
-    each side of its diagonal depends on distances. Tables made in a loop or inside a Pallas kernel
-    are not found.
+    A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
+    the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
+    head, and its tables [T, T] that do not depend on q, k and v are computed. A table that is not
+    constant on each side of its diagonal depends on distances. Tables made in a loop or inside a
+    Pallas kernel are not found.
 
     Args:
         forward: the kernel's function, as in `Kernel`.
@@ -289,8 +289,8 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
-            f"each of this device's tokens; got {segments.dtype}{list(segments.shape)}. Split them "
-            "as the tokens are split."
+            f"each of this device's tokens; got {segments.dtype}{list(segments.shape)}. Split the "
+            "segments in the same way as the tokens."
         )
 
 

@@ -22,7 +22,7 @@ from parallax.context.orders import ChunkOrder, chunk_table, places, positions, 
 def gathered(
     attend: Callable[..., Any], axis: AxisLike, *, order: ChunkOrder = zigzag
 ) -> Callable[..., Any]:
-    """Returns attention of this device's queries to all keys and values, which it gathers.
+    """Returns attention that gathers all keys and values, for the queries of this device.
 
     The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. It calls
     `attend(q, k, v, positions=(of q, of k))` with the keys of whole sequences, [B, T, G, K], in

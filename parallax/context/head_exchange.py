@@ -22,11 +22,11 @@ def ulysses(
 ) -> Callable[..., Any]:
     """Returns attention over split tokens, in which a device computes some heads of all tokens.
 
-    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all makes them
-    [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the sequence, and
-    with `segments=` if there are any. Its result is sent back the same way. If the number of key
-    heads does not divide by the devices, each key head is sent several times, and its gradients are
-    added.
+    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all turns
+    q, k and v into [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the
+    sequence, and with `segments=` if there are any. Another all-to-all brings its result back to
+    [B, T_X, H, K]. If the number of key heads does not divide by the devices, each key head is sent
+    several times, and its gradients are added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
@@ -74,10 +74,10 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each of G key heads for which `copies * G` divides by `n`.
+    """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`.
 
     The copies must divide H / G, the query heads of a key head, so that each device gets the keys
-    of its query heads. H / G copies always fit, since H divides by n.
+    of its query heads. H / G copies always fit, since H is a multiple of n.
     """
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:

@@ -55,14 +55,15 @@ def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
     numbers = sorted(itertools.chain(*table))
     if len(table) != n or len(counts) != 1 or numbers != list(range(len(numbers))):
         raise ValueError(
-            f"An order needs each chunk once, and equally many chunks on each of {n} devices; got "
-            f"{table}. Use context.zigzag, or correct it."
+            f"An order must have each chunk once, and the same number of chunks on each of {n} "
+            f"devices; got {table}. Use context.zigzag, or correct the order."
         )
     return np.array(table, dtype=np.int32)
 
 
 class BlockPairs(NamedTuple):
-    """The blocks of scores of each device, by the chunks of its queries and of the keys of a hop.
+    """The blocks of scores that each device computes: one for each pair of a query chunk and a key
+    chunk.
 
     Attributes:
         chunks: c, the number of chunks of a device.
@@ -92,9 +93,9 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
     too, but are not listed.
 
-    With them, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask hides
-    half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of (T/n)^2,
-    twice as many scores as needed. Raises the errors of `chunk_table`.
+    With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
+    hides half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of
+    (T/n)^2, twice as many scores as needed. Raises the errors of `chunk_table`.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
@@ -189,7 +190,7 @@ def _chunk(tokens: int, table: np.ndarray) -> int:
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c
         raise ValueError(
-            f"context: {tokens} tokens must divide by {n * c}, {c} chunks for each of {n} devices. "
-            f"Use sequences of {next_multiple} tokens, or another order."
+            f"context: the number of tokens, {tokens}, must be a multiple of {n * c}: {c} chunks "
+            f"for each of {n} devices. Use sequences of {next_multiple} tokens, or another order."
         )
     return tokens // (n * c)

@@ -4,10 +4,11 @@ Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K he
 of a device, n devices.
 
 In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
-the device computes, as many as on any other device, each by a *pair*: (query chunk, key chunk, 1 if
-it is needed or 0 if it only fills up the table). There is no conditional, so messages inside and
-around the attention are safe. Results are merged by their log-sum-exps (`lse`). A chunk with itself
-is no pair: `_diagonal` computes these blocks, the only ones with a causal mask inside.
+the device computes, the same number for each device. A block is given by a *pair*: (query chunk,
+key chunk, 1 if it is needed or 0 if it only fills up the table). There is no conditional, so
+messages inside and around the attention are safe. Results are merged by their log-sum-exps (`lse`).
+A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a causal mask
+inside.
 
 | | messages | bytes a device sends |
 |---|---|---|

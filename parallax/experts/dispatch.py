@@ -252,7 +252,7 @@ class ragged:
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data by jax.lax alone, and the axis is {axis}. Name the "
+                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Name the "
                 f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
@@ -423,9 +423,9 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns the rows of one of `parts`: `capacity` times the mean, rounded up, at most `most`.
+    """Returns the rows of one of `parts` parts: `capacity` times the mean, rounded up, or `most`.
 
-    The mean is `choices / parts`. The capacity may be infinite.
+    The mean is `choices / parts`, and `most` is a bound. The capacity may be infinite.
     """
     # The bound is tested first, so that an infinite number is never rounded.
     return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)

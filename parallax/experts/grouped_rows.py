@@ -45,7 +45,7 @@ class ExpertCompute(Protocol):
 
 
 def call_module(expert: Any, rows: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-    """Calls an expert that is a module of rows: `expert(rows)`."""
+    """Returns `expert(rows)`, for an expert that is a module."""
     return expert(rows)
 
 
@@ -58,7 +58,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     activations of one block. The backward pass runs the same loop and computes each block again,
     so forward and backward are 4 units of work instead of 3.
 
-    `expert` must treat each row by itself. It is differentiated once, in reverse mode.
+    `expert` must treat each row by itself. The result has only a first derivative, in reverse mode.
 
     Args:
         expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts.
@@ -194,7 +194,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         return run(*arguments), arguments
 
     def backward(arguments, cotangent_of_y):
-        """Returns the gradients of the arguments: of trained arrays, `x` and `weights`."""
+        """Returns the gradients of the trained arrays, `x` and `weights`; None for the others."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 

@@ -35,11 +35,11 @@ class Gated(eqx.Module):
     def __init__(
         self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray
     ):
-        """Draws the matrices of all experts: [experts, width, hidden], and `down` the other way."""
+        """Draws the matrices of all experts: `gate` and `up`, [E, D, F], and `down`, [E, F, D]."""
         keys = jax.random.split(key, 3)
 
         def normal(key, *shape):
-            """Returns a normal matrix divided by the root of its number of inputs."""
+            """Returns normal random numbers, divided by the square root of the number of inputs."""
             scale = jnp.asarray(shape[-2] ** 0.5, dtype)
             return jax.random.normal(key, shape, dtype) / scale
 
@@ -80,7 +80,8 @@ def moe(
     """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
 
     The experts are split over `axis`. The result equals the sum of all experts' results for all
-    tokens, with weights of 0 for experts that were not chosen. Add it to the residual stream.
+    tokens, with weights of 0 for experts that were not chosen. Add the result to the residual
+    stream.
 
     The axis splits the batch too. It may be the data axis, another axis that splits the data (name
     both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its

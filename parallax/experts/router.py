@@ -22,7 +22,7 @@ from parallax.tensor import add_bias
 
 
 class Routing(NamedTuple):
-    """The experts of each token.
+    """The experts that are chosen for each token.
 
     Attributes:
         experts: the numbers of each token's experts, the best first.
@@ -91,7 +91,8 @@ def _divided(scores: Array) -> Array:
 class Statistics(NamedTuple):
     """Statistics of the choices of one layer.
 
-    Each is a mean over sequences, so `grads` and `pipeline` take means of them over their parts.
+    Each is a mean over sequences, so `grads` and `pipeline` average it over devices and
+    microbatches.
 
     Attributes:
         balance: E times the sum over experts of load times mean share, within a sequence: 1 if

@@ -179,7 +179,7 @@ def checked_fragments(
             if cut:
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
-                    f"{splits[name]}, so it would be other layers on another layout. Cut a dim "
+                    f"{splits[name]}, so its layers would depend on the layout. Cut a dim "
                     "that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():

@@ -73,7 +73,7 @@ def local(
     and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
     this step. The mean is over the present islands; the others continue with their own weights
-    until a later round. A round without islands changes nothing.
+    until a later round. A round without present islands changes nothing.
 
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
@@ -94,7 +94,7 @@ def local(
     if every < 1:
         raise ValueError(
             f"islands.local needs every of 1 step or more between rounds; got {every}. Use "
-            "every=50, or 1 to talk in each step."
+            "every=50, or 1 to exchange in each step."
         )
     if not 0 <= stream.delay < every:
         raise ValueError(
@@ -434,7 +434,8 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(
                 f"islands.local: the train step works along {names} itself, by "
-                f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would talk in "
-                "every step. Leave that axis out of its reductions: grads.averaged(grad, 'data'), "
-                f"not over {(*names, 'data')!r}; islands.local joins the islands."
+                f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would "
+                "exchange in every step. Leave that axis out of its reductions: "
+                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local joins "
+                "the islands."
             )
