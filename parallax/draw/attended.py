@@ -1,5 +1,5 @@
 """Draws causal attention over split tokens: the hop in which each block of scores is computed, and
-the device that computes it. A *block* has the scores of one chunk of queries and one of keys.
+the device that computes it. A *block* has the scores of one chunk of queries and one chunk of keys.
 """
 
 import numpy as np

@@ -20,8 +20,8 @@ def in_flight(
     backward: Cost | None = None,
     weight: Cost = 1,
 ) -> str:
-    """Returns a table of the number of microbatches whose residuals each stage holds: the most, and
-    the mean over time. The stages run in lockstep.
+    """Returns a table with two numbers for each stage: the largest and the mean number of
+    microbatches whose residuals it holds over time. The stages run in lockstep.
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
     of the backward job, or of the weight job if there is one. The residuals of one of v chunks
@@ -32,8 +32,9 @@ def in_flight(
         schedule: the schedule.
         path: the PNG, SVG or PDF file to write.
         forward: the time of the forward job of one microbatch in a stage, above 0.
-        backward: the time of a backward job.
-        weight: the time of a job of weight gradients.
+        backward: the time of a backward job; by default 2, or 1 if weight gradients are jobs of
+            their own.
+        weight: the time of a job of weight gradients, if there are such jobs.
 
     Raises:
         ValueError: a cost is not above 0.

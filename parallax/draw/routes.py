@@ -2,9 +2,9 @@
 
 All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
 device that is o places after the one that holds it. In the end this *owner* has the block's sum
-over all devices. A *term* is one device's part of the sum. In each round of a `Route`, `rounds[r]`
-has the messages: for each *step*, the distance that a message goes along each dim of the grid of
-devices, the offsets of the blocks in it.
+over all devices. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is a dict of
+the messages of round r. A key is a *step*: how far the message goes along each dim of the grid of
+devices. Its value has the offsets of the blocks in the message.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from parallax.draw import canvas
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
     """Returns a table as text: for each round, the blocks that every device sends, and the blocks
-    that it then holds.
+    that it holds after the round.
 
     The first line has the numbers of devices, rounds and messages, and the length of the longest
     chain of messages that wait for each other, "in a row". Offsets are numbered in row-major order
@@ -43,8 +43,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
-    """Yields the lines of a table: its sizes; then, once before the first round and after each
-    round, the blocks that a device holds, each round with its messages before them.
+    """Yields the lines of a table: its sizes, and the blocks that a device holds at the start;
+    then, for each round, its messages, and the blocks that a device holds after it.
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
@@ -80,8 +80,8 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
-    They are a dictionary from a block's offset to the set of the devices whose terms are summed in
-    it, each by its distance before the block's owner.
+    The key of each block is its offset. The value is the set of the devices whose terms are summed
+    in the block; a device is named by its distance before the block's owner.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.
@@ -115,8 +115,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields groups of rounds with a message that follow each other and whose messages go the same
-    steps. Rounds without a message are left out, and do not end a group.
+    """Yields groups of rounds that follow each other and whose messages go the same steps. Rounds
+    without messages are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):

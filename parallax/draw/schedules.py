@@ -77,7 +77,8 @@ def timeline(
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
     shows the most microbatches that each stage holds. Stages run in lockstep. Above the picture
-    stand `title`, such as the schedule's name, and the summary.
+    stand `title`, such as the schedule's name, and the summary. `forward`, `backward` and `weight`
+    are the costs of a job, as in `Schedule.makespan`.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,5 +1,4 @@
-"""Causal attention whose queries share keys and values in groups. There may be as many heads of
-keys as of queries, fewer, or one.
+"""Causal attention in which several heads of queries may share one head of keys and values.
 
 Legend: B batch, T tokens, S keys in memory, H heads of queries, G heads of keys and values
 (groups), K head width.
@@ -34,8 +33,8 @@ def grouped(
         k: the keys of G heads.
         v: the values of G heads.
         first: the place of the first query among the keys: query t sees the keys 0 to `first` + t.
-        segments: the number of each token's document, if there are as many keys as queries; tokens
-            of different documents do not see each other.
+        segments: the number of each token's document; tokens of different documents do not see each
+            other. The queries must then be of all tokens, as the keys are.
         sharers: H / G of the whole model. It is checked, so that a shard that did not pick its
             groups is refused; None: not checked.
 

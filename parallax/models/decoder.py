@@ -69,7 +69,7 @@ class Train(Protocol):
         /,
     ) -> tuple[State, Info]:
         """Returns the state after the step, and the step's loss and gradient norm. The arguments
-        are those of `TrainStep.train`.
+        are as in `TrainStep.train`.
         """
         ...
 
@@ -139,8 +139,8 @@ def train_step(
         layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
             blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L, ...]
             again.
-        mesh: the mesh of the layout, `mesh.make(**layout.axes)`. It may have more axes, such as
-            that of islands.
+        mesh: the mesh of the layout, `mesh.make(**layout.axes)`. It may have more axes, such as the
+            axis of islands.
         batch: the number of sequences in the global batch.
         key: the seed of the run.
         compute: the choices that the layout does not make.
@@ -204,9 +204,10 @@ def _planned_state(
 ) -> tuple[Planned, Specs]:
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    Under ZeRO-1 and ZeRO-2 they are the specs of the optimizer's state, which split more than the
-    specs of the parameters.
+    The optimizer gets gradients that are split like its state. Under ZeRO-1 and ZeRO-2, its state
+    is split more than the parameters.
     """
+    # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
     rule, state_rule = recipe.rules_of(family, layout)  # of the parameters, of the optimizer
 
@@ -225,7 +226,7 @@ def _planned_state(
     )
 
     def init(model=None):
-        """Returns the state, with new weights, or with those of a `model` whose blocks are [L,
+        """Returns the state, with new weights, or with those of `model`, whose blocks are [L,
         ...]."""
         return state.init() if model is None else state.init(split_blocks(model))
 
@@ -263,8 +264,9 @@ def compiled(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
-        """Returns the new arrays of the state, and the step's info. `given` are the options that
-        the caller passes; the others are None. `step` also gets the static leaves.
+        """Returns the new arrays of the state, and the step's info. `arrays` is a state without its
+        static leaves, which `step` gets too. `given` are the options that the caller passes; the
+        others are None.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -308,6 +310,7 @@ def loss_step(
 ) -> Callable[..., Float[Array, ""]]:
     """Returns the compiled loss `(model, windows, weights=None) -> loss` of the model that
     `train_step` trains, for evaluation: without dropout and the auxiliary losses of the blocks.
+    `model` is the model of a state, whose blocks have the form that the layout needs.
 
     The size of the batch may differ from training, and must be a multiple of data x microbatches.
     The loss computes in the precision of the parameters. If ZeRO-3 splits the model, its layers are
@@ -323,7 +326,7 @@ def loss_step(
     def make_model():
         return split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
 
-    # Only the shapes are used, for the specs; so any key and any dtype would do.
+    # Only shapes are used, for the specs; so any key and any dtype would do.
     model = eqx.filter_eval_shape(make_model)
     rule, _ = recipe.rules_of(family, layout)  # an evaluation has no optimizer's state
     specs = rules.specs(model, rule, mesh)
@@ -339,7 +342,7 @@ def loss_step(
 
     @jax.jit
     def run(arrays, windows, weights=None):
-        """Returns the loss of a model, of which `arrays` has only the arrays."""
+        """Returns the loss of a model: `arrays` has its arrays, and `static` its other leaves."""
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
@@ -428,8 +431,8 @@ def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that applies `change` to the blocks of each model of the family in a tree,
-    such as a state, where the parameters and the optimizer's moments are such models.
+    """Returns a function that applies `change` to the blocks of each model of the family in a tree.
+    A state is such a tree: its parameters are a model, and so are the optimizer's moments.
     """
 
     def is_model(leaf):

@@ -6,10 +6,11 @@ stages holds 1/P of the rows and computes 1/P of the head, so none is slower tha
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` is the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
-that this device computes, `all_tokens` goes from the residual stream to all these tokens, and
-`sum_partials` sums terms for all of them back to the residual stream. `T shard` is the number of a
-device's tokens in that stream. The functions of `decoder_taps` return their argument unchanged, and
-report it to a recording by `bisect`.
+that this device's layers compute; in the residual stream, between layers, the tensor axis may split
+these further. `all_tokens` goes from that stream to all these tokens. `sum_partials` sums terms for
+all of them back to the stream. `T shard` is the number of a device's tokens in that stream. The
+functions of `decoder_taps` return their argument unchanged, and report it to a recording by
+`bisect`.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -78,7 +79,7 @@ def loss_and_aux(
     """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks, [L, ...]
     each, or None without any.
 
-    The arguments and errors are the same as those of `loss`.
+    The arguments and errors are as in `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -123,8 +124,8 @@ def loss(
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
-        remat: wraps each block, a function `(weights, x, layer) -> x`; such as a function of
-            `remat`, or one that first gathers the weights (`zero.gathered`).
+        remat: a function that wraps each block, `(weights, x, layer) -> x`. Such functions are
+            those of `remat`, and one that first gathers the weights (`zero.gathered`).
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
@@ -155,7 +156,7 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and the errors are the same as those of `loss`. Inside `jax.jit`, a token outside the
+    `attend` and the errors are as in `loss`. Inside `jax.jit`, a token outside the
     vocabulary makes the logits after it and after all later tokens nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)

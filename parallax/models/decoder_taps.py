@@ -1,6 +1,6 @@
-"""The taps of a decoder. A tap returns its argument unchanged, and while a recording is on it
-reports the value with its path and with its places in the whole model. So runs that split rows,
-tokens, heads and hidden units in different ways can be compared.
+"""The taps of a decoder. A tap returns its argument unchanged. While a recording is on, the tap
+also reports the value, with its path and with its places in the whole model. So runs that split
+rows, tokens, heads and hidden units in different ways can be compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 A tap's `places` are the positions of the elements of a dim in the whole array. `comms`, a

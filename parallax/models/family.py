@@ -71,7 +71,7 @@ class Family:
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
-            `axis`, of this size. With `stage`, which may be None, it is the rule of a model whose
+            `axis`, of this size. With `stage`, which may be None, the rule is for a model whose
             blocks are [v, L / v, ...], for v chunks per stage. For a configuration with experts the
             function also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
@@ -105,8 +105,9 @@ class Family:
 
 
 def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tokens"] | None:
-    """Returns for each input whether the loss of a causal model depends on it: its target, or a
-    later one in its sequence, has a weight that is not 0. `weights` are those of the targets.
+    """Returns for each input whether the loss of a causal model depends on it: whether its target,
+    or a later target of its sequence, has a weight other than 0. `weights` are the targets'
+    weights.
 
     The other inputs may have any value, such as the -100 that pads a sequence. None stays None: the
     loss depends on all inputs.

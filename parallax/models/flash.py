@@ -3,7 +3,7 @@ that `shard_map(check_vma=True)` needs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
 
-Under `check_vma`, the type of an array has the axes along which it varies, and JAX refuses the
+Under `check_vma`, the type of an array includes the axes along which it varies, and JAX refuses the
 kernel, which does not state them. So `_untyped` traces the kernel to a jaxpr without these types,
 and `_run` evaluates the jaxpr and types its results.
 

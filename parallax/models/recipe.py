@@ -284,15 +284,17 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
         return loss_part(head_with_aux(*arguments))
 
     if layout.pipelined:
-        table, exchange = schedule_of(layout, setup.compute), exchange_of(layout, axes)
-        loss = pipeline.value(embed, stage, head, table, axes["stage"], blocks=where, send=exchange)
+        order, exchange = schedule_of(layout, setup.compute), exchange_of(layout, axes)
+        loss = pipeline.value(embed, stage, head, order, axes["stage"], blocks=where, send=exchange)
     else:
         loss = pipeline.sequential(embed, stage, head)
     if layout.zero == 3:  # gathers the ends; the stage gathers its blocks
         loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
 
     def mean_loss(model, batch):
-        """Returns the mean of the loss over all devices."""
+        """Returns the mean of the loss over the devices of `MEAN_OVER`, which have different
+        tokens. Along all other axes the loss is the same.
+        """
         return setup.along(MEAN_OVER).all_mean(loss(model, batch))
 
     return mean_loss
@@ -423,12 +425,12 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     if layout.context > 1:
         from parallax import context
 
-        around = compute.context_attention or setup.family.context_attention
-        assert around is not None  # `decoder` refuses a context axis without one
+        context_attention = compute.context_attention or setup.family.context_attention
+        assert context_attention is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
             """Returns `attend` as attention to the tokens of all context devices."""
-            return around(attend, axes["context"])
+            return context_attention(attend, axes["context"])
 
         comms = functools.partial(
             context.comms, context=axes["context"], inner=comms, around=attend_around
@@ -437,6 +439,7 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
         from parallax import experts
 
         dispatch: Any = compute.expert_dispatch or experts.gathered
+        # Without an axis of experts, `()`, each device has all of them.
         comms = functools.partial(
             experts.comms, experts=axes.get("expert", ()), inner=comms, dispatch=dispatch
         )
@@ -444,8 +447,8 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
 
 
 def loops_of(layout: Layout) -> int:
-    """Returns the number of leading dims of the blocks' arrays that loops run over: 1 for the
-    layers, or 2 for the chunks of a pipeline and their layers.
+    """Returns the number of leading dims of the blocks' arrays that loops run over: 1, the layers,
+    or 2, the chunks of a pipeline and the layers of a chunk.
     """
     return 2 if layout.pipelined else 1
 
@@ -463,8 +466,9 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
         batch = documents.with_segments(batch, setup.compute.documents(batch.windows))
     if batch.weights is None:
         return batch
-    sequences = setup.along(setup.layout.batch_axes)
-    return batch._replace(weights=cross_entropy.normalized(batch.weights, sequences))
+    # Devices along other axes have the same windows: a context axis splits their tokens later.
+    batch_axis = setup.along(setup.layout.batch_axes)
+    return batch._replace(weights=cross_entropy.normalized(batch.weights, batch_axis))
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
@@ -492,7 +496,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
 
 
 def _unchanged(gradients: PyTree) -> PyTree:
-    """Returns the gradients unchanged: only ZeRO-2 scatters those of each microbatch."""
+    """Returns the gradients unchanged: only ZeRO-2 scatters each microbatch's gradients."""
     return gradients
 
 
@@ -551,7 +555,7 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
 
     def by_layer(aux):
         """Returns an `Aux` with its stages' values as [L, ...]. If the stages have no values, `aux`
-        is that of the head, and is returned unchanged.
+        has only the head's, and is returned unchanged.
         """
         if not isinstance(aux, Aux):
             return aux

@@ -99,8 +99,8 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
         return _run(parts, model, tokens, None, 0, pad)
 
     def go_on(tokens, cache, first):
-        """Returns the logits [B, V] after one more token of each sequence, `tokens` [B] at the
-        place `first`; and the cache.
+        """Returns `(logits [B, V], cache)` after each sequence is extended by one token: `tokens`
+        [B], at the place `first`.
         """
 
         def write(old, new):
@@ -144,6 +144,7 @@ def _run(
             return grouped(q, *caches[0], first=first)
 
         apply = parts.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
+        # No keys: no dropout. `output` makes an `Output` also of a bare x.
         return output(apply(eqx.combine(weights, static), x, None, layer)).x, caches[0]
 
     x = decoder_parts.embed(parts, model, tokens, None, first=first)
@@ -244,8 +245,8 @@ def sampled(
             (greedy), the first of equal ones.
         top_k: draw among the k largest logits (and those that equal the smallest of the k); static.
             None: among all.
-        top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`,
-            reach p. None: among all.
+        top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, add
+            up to p or more. None: among all.
         key: the random key; each token uses its own, of `jax.random.split(key, tokens)`.
 
     Raises:

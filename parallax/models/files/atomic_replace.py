@@ -22,7 +22,7 @@ STAGE = ".saving"
 @contextlib.contextmanager
 def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[Path]:
     """Yields a new folder to write files into. When the `with` block ends, the new files replace
-    those of the same names in `folder`.
+    the files of the same names in `folder`.
 
     Args:
         folder: the folder of the model; it is made if it does not exist.
@@ -53,7 +53,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
-    """Moves old files from `folder` to `old`, those of the names in `new` or `gone`, and the files
+    """Moves the files of `folder` whose names are in `new` or `gone` to `old`, and then the files
     in `new` to `folder`.
 
     The file `last` is the first that goes and the last that comes, so a half-changed folder is

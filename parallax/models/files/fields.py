@@ -154,8 +154,9 @@ class Fields:
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
         """Returns the numbers that `file` states, and its differences from the file of a new model.
 
-        A difference is the name of a free field, or of a field of `only`, with its value as JSON;
-        for a free field that only the file of a new model has, "". `save` writes these values.
+        A difference is the name of a free field, or of a field of `only`, with its value as JSON.
+        The value is "" if `file` leaves a free field out that a new model's file has. `save` writes
+        these values.
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.

@@ -242,8 +242,9 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuses weights whose metadata has the fingerprint of another configuration than the one in
-    `config`, as after a copy that was interrupted. Files of other programs have no fingerprint.
+    """Refuses weights that were saved with another configuration than the one in `config`, as after
+    a copy that was interrupted. The metadata of a file has the configuration's fingerprint; files
+    of other programs have none.
     """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)

@@ -42,7 +42,7 @@ class Config:
         layers: L, the number of blocks.
         heads: H, the number of heads in each layer.
         width: D, the width of the residual stream; a head is D / H wide, the feed-forward 4 D.
-        context: the most tokens of a window, each of whose positions has an embedding.
+        context: the largest number of tokens in a window; each position has an embedding.
         vocabulary: the number of tokens in the vocabulary.
         vocabulary_multiple: a divisor of the number of the embedding's rows.
         dropout: the rate of dropout after the embedding and after each half of a block.
@@ -208,7 +208,7 @@ class GPT2(eqx.Module):
 
     @property
     def unembedding(self) -> Float[Array, "rows width"]:
-        """The rows of the head: those of the embedding."""
+        """The rows of the head, which are the rows of the embedding."""
         return self.wte
 
 

@@ -44,7 +44,7 @@ def block(
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
     """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` of it, its auxiliary losses and `experts.Statistics`.
+    experts returns an `Output` of the stream, its auxiliary losses and `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
     them. `turns` are the cosines and sines of `rotary` for the positions of all tokens in
@@ -153,7 +153,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     queries attend to.
 
     If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
-    has all heads of keys, it picks the needed ones; in the backward pass, an all-reduce then sums
+    has all heads of keys, the needed ones are picked; in the backward pass, an all-reduce then sums
     the gradients of the layer over the devices.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The sizes of a Llama, and those of the published ones.
+"""The sizes of a Llama, and of published models.
 
 Sources: the files `config.json` that were published with the weights of Llama 3.1 and 3.2.
 """
@@ -55,10 +55,10 @@ class Config:
         layers: L, the number of blocks.
         heads: H, the number of heads of queries in each layer.
         groups: G, the number of heads of keys and values. H / G neighbouring heads of queries share
-            one of them.
+            one head of keys and one of values.
         width: D, the width of the residual stream.
         hidden: F, the number of hidden units of the feed-forward.
-        context: the most tokens of a window.
+        context: the largest number of tokens in a window.
         vocabulary: the number of tokens in the vocabulary.
         vocabulary_multiple: a divisor of the number of rows of the embedding and the head.
         head_width: K, the width of a head. 0 means D / H, and the field then has this value, also
