@@ -6,8 +6,10 @@
     print(*certificate.differences(entries, predicted), sep="\\n")
 
 A loop's body counts once for each trip. XLA numbers the devices; the mesh says along which axes a
-group of them lies. In a *chain* each collective waits for the one before; its length is counted in
-`hops`.
+group of them lies. In a *chain* each collective waits for the one before it; its length is counted
+in `hops`. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
+yields the collectives of a program, each with its number of runs (`times`); the `ops` of a
+collective are the arrays that it returns.
 """
 
 import functools
@@ -64,6 +66,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
         return instruction.collective, along(instruction.groups, dict(mesh.shape))
 
     chains = _chain(program, program.entry, kind_and_axes, {})
+    # The number of runs and the bytes, by kind, axes, `conditional` and `unbounded`.
     counts, sizes = Counter(), Counter()
     for run in hlo.runs(program):
         key = (*kind_and_axes(run.instruction), run.conditional, run.unbounded)
@@ -126,7 +129,8 @@ def differences(
 
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
-    """Returns the differences between the program's entries and those that were predicted."""
+    """Returns the differences between the program's entries and the predicted entries, a sentence
+    each. An entry that only one of the two has is a difference."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []
@@ -140,8 +144,8 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
-    """Returns the attributes of an entry that are no numbers. Two entries are compared if these are
-    equal."""
+    """Returns the attributes of an entry that are no numbers. The numbers of two entries are
+    compared if these attributes are equal."""
     return entry.kind, entry.axes, entry.conditional, entry.unbounded
 
 
@@ -155,7 +159,7 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
     sentences = []
     for axis, value in predicted.items():
         names = axes(axis)
-        numbers = (value, None, None)
+        numbers = (value, None, None)  # bytes, and neither a count nor hops
         if isinstance(value, Cost):
             numbers = (value.sent, value.messages, value.chain)
         counted = entries_along.pop(tuple(sorted(names)), [])
@@ -166,8 +170,9 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each number (bytes, count, hops) that differs from its prediction. A
-    predicted None is not compared."""
+    """Returns a sentence for each number (bytes, count, hops) whose sum over `entries` differs from
+    its prediction. A predicted number that is None is not compared; `predicted` is None if there is
+    no prediction at all."""
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
     if predicted is None:
@@ -180,7 +185,7 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        # The prediction's hops are those of arrays one after another, an upper bound.
+        # The predicted hops are those of arrays that go one after another, an upper bound.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
         # A whole multiple of the prediction is often a loop, or an operation that ran twice.
@@ -224,7 +229,7 @@ def _chain(
         program: the program.
         name: the name of the computation.
         key: a function from a collective to its key, such as its kind.
-        known: the results for computations that were counted before; filled here.
+        known: the results for computations that were counted before; this function adds to them.
     """
     if name in known:
         return known[name]
@@ -259,6 +264,8 @@ def _inside(
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []
+    # `called` has the computations and their runs, 0 for a loop whose text does not state its
+    # trips. Its name may give the mean (`counted`); else one trip counts.
     for called, stated in instruction.called:
         trips = stated or instruction.counted or 1
         chain = _chain(program, called, key, known)
@@ -273,8 +280,9 @@ def _longest(chains: Sequence[Counter]) -> Counter:
 
 
 def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of a mesh of `shape` along which the devices of a group differ. `groups` has
-    arrays of device numbers; None is one group of all devices."""
+    """Returns the axes of a mesh of `shape` along which the devices of some group differ. `groups`
+    has an array of device numbers for each group; None stands for one group of all devices.
+    Raises `ValueError` for a number that the mesh lacks."""
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
     largest = max(int(group.max()) for group in groups)

@@ -1,6 +1,10 @@
 """Finds the most expensive instructions of an accelerator's program, with their source lines.
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
+
+A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
+computations that an instruction runs, each with its number of runs: 0 for a loop whose text does
+not state its trips. `line.counted` is the mean number of trips that the loop's name gives, or 0.
 """
 
 from fractions import Fraction
@@ -50,11 +54,12 @@ def instructions(
     costs, expensive = seconds.Costs(program, chip, cores), []
 
     def add_computation(name: str, times: int | Fraction) -> None:
-        """Adds the instructions of a computation that runs `times` times in a step."""
+        """Adds the instructions of a computation that runs `times` times in a step to
+        `expensive`."""
         for line in program[name]:
-            # The time of a fusion includes that of the instructions in it.
-            if line.opcode in ("while", "conditional", "call"):  # all branches count
-                # Trips as stated, or else the mean trips that the loop's name gives.
+            # Only these are entered, all branches of a conditional. The time of a fusion includes
+            # the time of the instructions in it.
+            if line.opcode in ("while", "conditional", "call"):
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))
             elif (taken := int(times) * costs.of(line)) and not line.collective:

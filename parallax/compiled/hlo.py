@@ -2,7 +2,9 @@
 of runs and their devices.
 
 XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
-notations, and this module reads all four.
+notations, and this module reads all four. A *computation* is a list of instructions with a name,
+such as a loop's body or a branch; an instruction names the computations that it runs. An
+asynchronous collective is a pair of instructions, `-start` and `-done`.
 """
 
 import math
@@ -90,8 +92,10 @@ class Instruction(NamedTuple):
     def ops(self) -> list[Op]:
         """The arrays that a collective returns."""
         result = self.result
+        # A start returns the tuple (operands, results, context words), but an all-reduce's start
+        # only its results.
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
-            result = parts(result)[1]  # The tuple is (operands, results, context words).
+            result = parts(result)[1]
         kind = self.collective or ""
         ops = []
         for dtype, dims in ARRAY.findall(result):
@@ -101,12 +105,14 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, int]]:
-        """The computations that it runs, each with its number of runs; 0 if that is not known."""
-        if self.opcode.endswith(("-done", "-update")):  # The start of the pair lists them.
+        """The computations that the instruction runs, each with its number of runs; 0 if that is
+        not known."""
+        # An asynchronous instruction runs them at its start, and would count them again here.
+        if self.opcode.endswith(("-done", "-update")):
             return []
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
-        # A loop's condition is also evaluated once after the last trip.
+        # A loop's condition is also evaluated once after the last trip; 0, unknown, stays 0.
         times = {"body": trips, "condition": trips and trips + 1}
         return [
             (name, times.get(key, 1))
@@ -116,9 +122,9 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The mean trips of a loop in each trip of the outer loop, if `jaxprs.counted_scope` wrote
-        them into the loop's name; else 0. The mean is a fraction if not every trip runs the loop.
-        """
+        """The mean number of trips of a loop in each trip of the outer loop, if
+        `jaxprs.counted_scope` wrote it into the loop's name; else 0. It is a fraction if some trips
+        of the outer loop do not run the loop."""
         scope = COUNTED.search(self.attributes)
         return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
@@ -151,7 +157,7 @@ class Module(NamedTuple):
     entry: str
 
     def __getitem__(self, name):
-        """Returns the instructions of a computation; none for an unknown name."""
+        """Returns the instructions of a computation; an empty list for an unknown name."""
         return self.computations.get(name, [])
 
 
@@ -196,7 +202,7 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
 
 
 def module(compiled: jax.stages.Compiled | str) -> Module:
-    """Returns the instructions of a compiled program or of its text."""
+    """Returns the instructions of a compiled program or of its text, by computation."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
@@ -212,8 +218,8 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
-    # `counted` reads the trips of loops from their conditions. `joined` writes messages between TPU
-    # slices as collectives; it finds the number of devices of a slice in `text`.
+    # `counted` reads the trips of loops from their conditions. `joined` turns messages between TPU
+    # slices into collectives; it finds the number of devices of a slice in `text`.
     return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
 
 
@@ -241,28 +247,32 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. It may run
-        less often if it is `conditional`, and more often if a loop around it is `unbounded`.
+        less often if it is `conditional`, and more often if a loop around it is of unknown length
+        (`unbounded`).
         """
         for instruction in program[name]:
             if instruction.collective:
                 yield Run(instruction, int(times), conditional, unbounded)
                 continue
             branch = conditional or instruction.opcode == "conditional"
-            for called, known in instruction.called:
-                often = known or instruction.counted
-                yield from inside(called, times * (often or 1), branch, unbounded or not often)
+            # The runs that the text states, or the mean that the loop's name gives, or else one.
+            for called, stated in instruction.called:
+                runs_of_it = stated or instruction.counted
+                yield from inside(
+                    called, times * (runs_of_it or 1), branch, unbounded or not runs_of_it
+                )
 
     return inside(program.entry, 1, False, False)
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
     """Returns pairs of a loop that holds collectives and a later collective (or such a loop) that
-    may run before the first has ended.
+    may run before the loop has ended.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
-    still run the loop. Collectives of the two can then meet in one rendezvous: "Id can't be larger
-    than the number of participating threads", and the process aborts. `cpu.sequence_after` orders
-    the second after the first.
+    still run the loop. Collectives of the two can then meet in one rendezvous, and the process
+    aborts: "Id can't be larger than the number of participating threads". `cpu.sequence_after` lets
+    the later one wait for the loop.
     """
     program = module(compiled)
 
@@ -281,7 +291,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
             before[line.name] = frozenset(operands).union(*(before[name] for name in operands))
             if communicates(line):
                 pairs += [(loop, line) for loop in loops if loop.name not in before[line.name]]
-                if not line.collective:
+                if not line.collective:  # a loop, or another instruction that runs collectives
                     loops.append(line)
     return pairs
 
@@ -289,8 +299,8 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 def _iota(text: str) -> np.ndarray:
     """Returns the device numbers of `[4,2]<=[2,2,2]T(0,2,1)`, `[groups, devices]`.
 
-    0, 1, ... fill the shape on the right, are transposed, and take the shape on the left. Without
-    `<=`, they fill the one shape that is there and are transposed.
+    The numbers 0, 1, ... fill the shape on the right, are transposed by T, and take the shape on
+    the left. Without `<=` they fill the only shape, are transposed, and keep the transposed shape.
     """
     shape, source, order = IOTA.match(text).groups()  # type: ignore[union-attr]
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(source or shape))
@@ -308,9 +318,9 @@ def _named(text: str) -> np.ndarray:
     """Returns the device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`,
     `[groups, devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
 
-    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2. Each axis
-    is split into three dims: before, in and after that part. The middle dims of all named axes are
-    moved last, since they number the members of a group.
+    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2; `'a'`
+    alone is the whole axis. Each axis is split into three dims: before, in and after that part. The
+    middle dims of all named axes are moved last, since they number the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -330,7 +340,7 @@ def _named(text: str) -> np.ndarray:
         for name in shape
         for dim in (split[list(along).index(name)] if name in along else (1, shape[name], 1))
     ]
-    members = [3 * list(shape).index(name) + 1 for name in along]
+    members = [3 * list(shape).index(name) + 1 for name in along]  # the middle dims
     ids = np.moveaxis(ids.reshape(dims), members, range(-len(members), 0))
     return ids.reshape(-1, math.prod(size for _, size in along.values()))
 
@@ -365,4 +375,4 @@ def _names(text: str) -> list[str]:
 def bits(dtype: str) -> int:
     """Returns the bits of one number of the type that XLA calls `dtype`."""
     digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8  # a "pred", XLA's bool, is a byte
+    return int(digits[0]) if digits else 8  # a "pred", XLA's bool, has no digits and is a byte

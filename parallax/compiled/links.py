@@ -6,7 +6,9 @@ devices and their switch, or slices or machines by a network.
     machine.crossing({(0, 1): 4096})
 
 A link carries one message at a time; messages that share it wait for each other. *Flows* are the
-bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order.
+bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order. An
+`alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.reached[1]` is the share
+that links reach of their stated rate.
 """
 
 from collections import Counter
@@ -49,15 +51,17 @@ class Machine(NamedTuple):
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """Returns the links from one device to another, in order. On a torus a message goes along
-        one dim after another, the shorter way round if the dim is closed."""
+        """Returns the links that a message takes from one device to another, in order. On a torus
+        it goes along one dim after another, the shorter way round if the dim is closed in a
+        ring."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
             return [("network out", source), ("network in", target)]
         if not self.sizes:
             return [("out", source), ("in", target)]
-        # A link is named by its slice, the chip that it leaves, and its direction.
+        # A link is named by its slice, the coordinates of the chip that it leaves, and its
+        # direction: a dim and a sign.
         links, here, group = [], list(self.places[source]), self.groups[source]
         for dim, size in enumerate(self.sizes):
             ahead = self.places[target][dim] - here[dim]
@@ -76,13 +80,13 @@ class Machine(NamedTuple):
         latency = 0.0
         for (source, target), size in flows.items():
             path = self.path(source, target)
-            far = bool(path) and path[0][0] == "network out"
+            far = bool(path) and path[0][0] == "network out"  # between slices or machines
             hop = self.hardware.slow if far else self.hardware.fast
             # Links inside a slice or machine reach only a share of their stated rate.
             seconds_per_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
             for link in path:
                 busy[link] = busy.get(link, 0.0) + size * seconds_per_byte
-            # The alpha of a network or a switch is that of both of its ports together.
+            # The alpha of a network or a switch is the latency of both of its ports together.
             hops = 1 if far or not self.sizes else len(path)
             latency = max(latency, hops * hop.alpha if path else 0.0)
         return busy, latency
@@ -120,6 +124,7 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
     The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
     """
+    # The numbers of the devices in an array of the mesh's shape; `np.roll` gives each one's next.
     numbers, links_per_hop = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
     for dim, (name, size) in enumerate(axes.items()):
         if size > 1:
@@ -133,9 +138,10 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
     """Returns the bytes that a collective sends from device to device, and the number of its rounds
     of messages, one after another.
 
-    The text has the pairs of a permute. It does not say how XLA's runtime sends the others. Rings
-    in both directions are assumed for gathers, scatters and sums, and a message to each device for
-    an all-to-all.
+    The text of a program has the pairs of a permute. It does not say how XLA's runtime sends the
+    other collectives. This function assumes rings in both directions for gathers, scatters and
+    sums, a message to each device for an all-to-all, and messages from the first device of a group
+    for a broadcast.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups
@@ -152,9 +158,9 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
         if "all-to-all" in str(kind):
             sent |= {(a, b): total / n for a in members for b in members if a != b}
             continue
-        # The bytes of one block. `total` has those of the results: the whole array of an
-        # all-gather or all-reduce, and one block of a reduce-scatter. An all-reduce sends each
-        # block twice.
+        # The bytes that a device sends of each block. `total` has the bytes of the results: the
+        # whole array of an all-gather or all-reduce, and one block of a reduce-scatter. An
+        # all-reduce sends each block twice.
         part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[
             str(kind)
         ]
@@ -162,6 +168,8 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
             if a != b:
                 for pair in ((a, b), (b, a)):  # half of the bytes in each direction
                     sent[pair] = sent.get(pair, 0.0) + part * (n - 1) / 2
+    # An all-to-all sends all its messages at once. A ring has n - 1 rounds, an all-reduce two
+    # rings.
     rounds = 1 if "all-to-all" in str(kind) else (n - 1) * (2 if kind == "all-reduce" else 1)
     return sent, rounds
 

@@ -4,9 +4,10 @@ do not state them otherwise.
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
 each trip. This module follows both through copies, tuples and fusions back to their constants.
 
-In XLA's text (HLO), the condition and the body of a loop are computations of their own, named by
-the instruction `while`. The state of a loop is a tuple: the operand of `while`, the parameter of
-the condition and of the body, and the result of the body.
+In XLA's text (HLO), the condition and the body of a loop are computations (named lists of
+instructions) of their own, which the instruction `while` names. The state of a loop is a tuple: the
+operand of `while`, the parameter of the condition and of the body, and the result of the body. A
+`line` is an instruction; its `attributes` are the text after its operands.
 """
 
 import re
@@ -20,7 +21,7 @@ MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}  # of -l
 
 
 class Number(NamedTuple):
-    """An element of a loop's state plus a constant, or the constant alone if `element` is None.
+    """An element of a loop's state plus a constant; only the constant if `element` is None.
 
     Attributes:
         plus: the constant.
@@ -64,8 +65,8 @@ class Computations(NamedTuple):
         """Returns the value of the instruction `name` of the computation `where`: a `Number`, a
         `Compared`, the `State`, or None for any other value.
 
-        `arguments` are the values of the computation's parameters. Without them the computation is
-        the condition or the body of a loop, whose parameter is the state.
+        `arguments` are the values of the computation's parameters, in a fusion or a call. Without
+        them the computation is the condition or the body of a loop, whose parameter is the state.
         """
         line = self.lines[where].get(name)
         if line is None:
@@ -76,7 +77,7 @@ class Computations(NamedTuple):
             return self.value(where, line.operands[k], arguments)
 
         match line.opcode:
-            case "constant":
+            case "constant":  # an integer; the attributes begin with the value
                 digits = re.match(r"-?\d+(?=,|$)", line.attributes)
                 value = Number(int(digits[0])) if digits else None
             case "parameter":
@@ -98,7 +99,8 @@ class Computations(NamedTuple):
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
         """Returns the value of a `get-tuple-element` of the tuple `whole`: an element of a loop's
-        state, or the operand of a `tuple` in the same computation. Returns None for others."""
+        state, or the operand of a `tuple` in the same computation. Returns None for any other
+        tuple."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -144,10 +146,10 @@ class Computations(NamedTuple):
         if state_after_trip.opcode != "tuple":
             return None
         start = self.value(where, state_before_loop.operands[side.element])
-        # With an element, the start depends on the state of a loop around this one.
+        # A start with an `element` depends on the state of a loop around this one.
         if not isinstance(start, Number) or start.element is not None:
             return None
-        # A trip must add a constant to the same element.
+        # A trip must add a constant to the same element, or else the trips cannot be counted.
         next_value = self.value(body, state_after_trip.operands[side.element])
         if not isinstance(next_value, Number) or next_value.element != side.element:
             return None
@@ -155,9 +157,9 @@ class Computations(NamedTuple):
 
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Returns the computations; each loop whose text does not state its trips gets them as far as
-    they can be read from its condition.
-    """
+    """Returns the computations. Each loop whose text does not state its trips gets those that its
+    condition tells, or 0 if it does not tell. `roots` has the name of the instruction that gives
+    each computation's result."""
     program = Computations(
         {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
     )
@@ -187,9 +189,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
-    """Returns the comparison of two numbers, with the direction that is in `attributes`; None for
-    other values or directions.
-    """
+    """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
+    None if a side is no `Number`, or for another direction, such as "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -199,13 +200,17 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end. The loop goes on in trip t = 0,
-    1, ... while `first + t * step` is below 0 ("LT"), at most 0 ("LE"), and so on.
+    """Returns the number of trips of a loop; 0 if it would not end. Trip t = 0, 1, ... runs if
+    `first + t * step`, the left side minus the right side, is below 0 ("LT"), at most 0 ("LE"), and
+    so on for all trips before it.
     """
+    # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):
         direction, first, step = MIRRORED[direction], -first, -step
     if direction == "NE":
+        # The loop ends only if the steps meet 0 exactly.
         return -first // step if step and first % step == 0 and -first // step > 0 else 0
     if step <= 0:
         return 0
+    # The first t >= 0 with first + t * step >= 0 ("LT"), or > 0 ("LE").
     return max(0, -(first // step) if direction == "LT" else -first // step + 1)

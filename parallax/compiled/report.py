@@ -13,11 +13,13 @@ LINES = 5  # the most source lines that the table lists
 def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
-    """Returns the program as text.
+    """Returns the program as text: its devices, memory and collectives, the links of a hop on a
+    torus, the bytes over a network if there are any, and the estimate of its time.
 
     Args:
         program: the result of `targets.compile`.
-        operations: the floating-point operations of a whole step, for the share of peak.
+        operations: the floating-point operations of a whole step on all devices, for the share of
+            the peak rate.
         timeline: `program.timeline()`, if it was computed before.
     """
     timeline = program.timeline() if timeline is None else timeline
@@ -44,7 +46,8 @@ def table(
 
 
 def held(memory: Mapping[str, int], limit: float) -> str:
-    """Returns the bytes on one device, and whether they fit, as text."""
+    """Returns the bytes on one device as text, a line for each kind, and whether they fit into
+    `limit` bytes."""
     lines = [f"  {name:<12} {size / 1e6:>12,.1f} MB" for name, size in memory.items()]
     fits = "fits" if memory["peak"] <= limit else "does not fit"
     return "\n".join(
@@ -57,12 +60,12 @@ def held(memory: Mapping[str, int], limit: float) -> str:
 
 
 def estimate(timeline: Timeline, peak: float | None = None) -> str:
-    """Returns the estimate of a replay as text: seconds, exposed messages by axes, and the lines
-    that wait.
+    """Returns the estimate of a replay as text: its seconds, those that messages add (*exposed*),
+    in all, at other speeds of the links and by axes, and the source lines with the longest waits.
 
     Args:
         timeline: the replay.
-        peak: the seconds of the step at the chip's full rate.
+        peak: the seconds of the step at the chips' full rate; None leaves out the share of peak.
     """
 
     def share(seconds: float) -> str:

@@ -2,9 +2,11 @@
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes its operations or its bytes
-over the chip's rates, whichever is longer. The bytes are those that it reads and writes: only the
-part, if an array is sliced or updated in place. `hardware.clock` is 0 but for TPUs, and
-`hardware.reached` has the shares that programs reach of the memory's rate and of the links'.
+over the chip's rates, whichever is longer. The bytes are those that it reads and writes: only those
+of the part, if an array is sliced or updated in place. `hardware.clock` is 0 except for TPUs.
+`hardware.reached` has two shares: that of the memory's rate, and that of the links' rate, which
+programs reach. A `line` is an instruction; `line.result` is the type of its result as text, such as
+"f32[8,16]{1,0}", and `line.called` has the computations (named lists of instructions) that it runs.
 """
 
 import math
@@ -34,6 +36,7 @@ class Costs:
     def __init__(self, program: hlo.Module, hardware: Hardware, cores: int):
         """Takes the program, the chip, and the number of devices that share a chip (`cores`)."""
         self.program, self.hardware, self.cores = program, hardware, cores
+        # The instructions by name, and the seconds of those that were asked for, by name.
         self.lines = {line.name: line for lines in program.computations.values() for line in lines}
         self.known: dict[str, float] = {}
 
@@ -44,8 +47,8 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
-        """Returns the seconds of an instruction: from the compiler's own cycles or counts if the
-        text has any, and otherwise from its operations and its traffic.
+        """Returns the seconds of an instruction: from the compiler's cycles or a kernel's own
+        counts if the text has any, and otherwise from its operations and its traffic.
         """
         if cycles := CYCLES.search(line.attributes):
             return int(cycles[1]) / self.hardware.clock
@@ -56,8 +59,8 @@ class Costs:
         if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
             return 0.0
         if self.hardware.clock:
-            # A TPU's compiler estimates no cycles for copies, nor for instructions on a few
-            # numbers, which are free here.
+            # A TPU's compiler estimates no cycles for copies, which read and write their result,
+            # and for instructions on a few numbers, which take no time here.
             copies = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
         return self._over_rates(self.operations(line), self.traffic(line))
@@ -78,8 +81,8 @@ class Costs:
         return self._product(line) + float(sum(map(self.operations, inner)))
 
     def _product(self, line: hlo.Instruction) -> float:
-        """Returns the operations of one product: two for each term of each sum; 0 for another
-        instruction. A GPU's product may be a call of a library."""
+        """Returns the operations of a matrix product: two for each term of each sum; 0 for another
+        instruction. A GPU's product may be a call of a library (`custom-call`)."""
         contracted = CONTRACTED.search(line.attributes)
         left = self.lines.get(line.operands[0]) if line.operands else None
         is_product = line.opcode == "dot" or (line.opcode == "custom-call" and contracted)
@@ -94,7 +97,7 @@ class Costs:
 
     def traffic(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only the part."""
+        reads and writes only a part of the array, hence 2 times the bytes of the part."""
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
         if line.opcode == "dynamic-update-slice":
@@ -106,14 +109,14 @@ class Costs:
         return self._written(line) + sum(self._read(parameter, fused) for parameter in parameters)
 
     def _fused(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """Returns the instructions of a fusion; an empty list for another instruction."""
+        """Returns the instructions of a fusion; an empty list for any other instruction."""
         if line.opcode != "fusion" or not line.called:
             return []
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction writes: its result, or only the update if a fusion
-        updates an array in place."""
+        updates an array in place. Other operands of an update are (array, update, ...)."""
         # A start's result is a tuple (operands, results, ...).
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
@@ -123,8 +126,8 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """Returns the bytes that a fusion reads of one parameter. It reads only the slices if
-        nothing else uses the parameter, and nothing if it only updates it in place."""
+        """Returns the bytes that a fusion reads of one parameter. It reads only slices if nothing
+        else uses the parameter, and nothing if it only updates the parameter in place."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))

@@ -1,10 +1,11 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
 A program for several slices is written for one of them. A collective between slices is a pair of
-`send` and `recv` with the devices at both ends. Slices are counted from one: `100003->200003` goes
-from device 3 of the first slice to device 3 of the second. This module replaces each pair by the
-collective that it stands for, over the devices of all slices, so that other modules need not know
-about slices.
+`send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted from one:
+`100003->200003` goes from device 3 of the first slice to device 3 of the second. This module
+replaces each pair by the collective that it stands for, over the devices of all slices, so that
+other modules need not know about slices. A `line` is an instruction. `partitions` is the number of
+devices of a slice.
 """
 
 import re
@@ -37,9 +38,10 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
-    """Returns the instructions of a computation; the `recv` of a collective between slices becomes
-    its start, with the `send` of the same rendezvous.
+    """Returns the instructions of a computation, in which the `recv` of each collective between
+    slices becomes the start of the collective, and its `recv-done` the end.
     """
+    # The name of the `send` of each rendezvous.
     sends = {
         found[1]: line.name
         for line in lines
@@ -53,8 +55,9 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
 
 
 def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
-    """Returns a `recv` or `recv-done` as the start or end of its collective; any other line as it
-    is."""
+    """Returns the start of a collective in place of its `recv`, and its end in place of its
+    `recv-done`. Returns any other line unchanged. `starts` has the starts by the name of the
+    `recv`."""
     if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
         start = starts[line.operands[0]]
         return line._replace(opcode=start.opcode.replace("-start", "-done"))
@@ -62,8 +65,8 @@ def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
 
 
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
-    """Returns a `recv` as the start of its collective, which waits for the operands of its
-    `send`."""
+    """Returns the start of a collective of this `kind` in place of the `recv` `line`. It also waits
+    for the `send` of the same rendezvous. `sends` has the names of sends by rendezvous."""
     array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands

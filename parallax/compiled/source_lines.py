@@ -1,4 +1,8 @@
-"""Finds the source line of an instruction in the tables of a compiled program's text."""
+"""Finds the source line of an instruction in the tables of a compiled program's text.
+
+The text has three tables: of file names, of locations (a file and a line), and of stack frames (a
+location and the frame that called it). An instruction has the number of its innermost frame.
+"""
 
 import re
 from collections.abc import Callable
@@ -20,8 +24,9 @@ def read(text: str) -> Callable[[str], str]:
     files: dict[str, str] = {}
     lines: dict[str, str] = {}
     frames: dict[str, tuple[str, str]] = {}
-    table = ""
+    table = ""  # the name of the table around the line
     for line in text.splitlines():
+        # An empty line ends a table.
         if not line or line in ("FileNames", "FileLocations", "StackFrames"):
             table = line
         elif table == "FileNames" and (row := FILE.match(line)):
@@ -36,7 +41,7 @@ def read(text: str) -> Callable[[str], str]:
     def line_of(attributes: str) -> str:
         """Returns the line of an instruction with these attributes, as "file.py:12", or ""."""
         frame = re.search(r"stack_frame_id=(\d+)", attributes)
-        if frame is None:
+        if frame is None:  # as in older versions of XLA, which write the line itself
             named = NAMED.search(attributes)
             return f"{named[1]}:{named[2]}" if named else ""
         if frame[1] not in known:
@@ -47,8 +52,9 @@ def read(text: str) -> Callable[[str], str]:
 
 
 def _outside(frame: str, frames: dict[str, tuple[str, str]]) -> str:
-    """Returns the innermost line of a stack outside of the collectives; its first line if all are
-    inside."""
+    """Returns the innermost line of a stack outside of the package's collectives; the innermost
+    line of all if there is none outside, and "" for an unknown frame. `frames` has the line and the
+    caller's frame of each frame."""
     first, _ = frames.get(frame, ("", ""))
     while frame in frames:
         line, frame = frames[frame]

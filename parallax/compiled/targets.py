@@ -67,6 +67,7 @@ class Target(NamedTuple):
     def machine(self, mesh: Mesh) -> links.Machine:
         """Returns the links between the devices of a mesh, in the mesh's order."""
         devices = list(mesh.devices.flat)
+        # The slice of each TPU; the devices of a single slice may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
@@ -118,8 +119,8 @@ class Program(NamedTuple):
 
 
 def target(name: str) -> Target:
-    """Returns the devices of a machine by name: a TPU topology, slices of it, or GPUs in machines
-    of eight.
+    """Returns the devices of a machine by name: a TPU topology such as "v5e:2x4", several slices of
+    it ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
 
     Raises:
         ValueError: the name is unknown, or the compiler refuses the size.
@@ -151,7 +152,7 @@ def target(name: str) -> Target:
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)
-    if is_tpu:  # The cores of a chip have the same coordinates.
+    if is_tpu:  # The cores of a chip are devices with the same coordinates.
         chips = len({(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices})
     return Target(name, chip, hardware, devices, len(devices) // chips)
 
@@ -199,9 +200,11 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards the output of compilers on stderr; their exceptions carry the useful part.
+    """Discards the output of compilers on stderr inside a `with`; their exceptions carry the useful
+    part.
 
-    Compilers write to file descriptor 2, past Python's `sys.stderr`.
+    Compilers write to file descriptor 2, past Python's `sys.stderr`, so that descriptor is
+    replaced.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -216,10 +219,10 @@ def quiet() -> Iterator[None]:
 
 def gpu_text(chip: str) -> str:
     """Returns the description of a GPU for XLA's compiler: the fields of a
-    `GpuTargetConfigProto`."""
-    # The other numbers are limits that these GPUs have in common.
+    `GpuTargetConfigProto`, as text."""
     major, minor, cores, units, shared, shared_of_block, cache, clock, name = GPUS[chip]
     hardware = CHIPS[chip]
+    # Plain numbers are limits that all these GPUs have in common.
     info: Mapping[str, Any] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -249,10 +252,11 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    """Returns the topology of TPUs that are not on this machine, for the compiler."""
-    # Otherwise libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
+    """Returns the topology of TPUs that are not on this machine, for the compiler: `slices` slices
+    of the chips `sizes`, such as "2x4"."""
+    # Without this, libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Otherwise a lock file ends the second process that compiles.
+    # Without this, a lock file ends the second process that compiles.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     _installed("libtpu", "tpu")
     many = {"num_slices": slices} if slices > 1 else {}
@@ -265,7 +269,7 @@ def _gpus(chip: str, count: int) -> Any:
     """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
-    if count % machines:
+    if count % machines:  # `target` adds the name and examples to this message
         raise ValueError(f"{count} GPUs do not divide into machines of {MACHINE}")
     # Groups of machines, machines of a group, GPUs of a machine.
     shape = f"1x{machines}x{count // machines}"

@@ -15,7 +15,8 @@ measurement. If each pipeline stage runs its own jobs, the replay has the jobs o
 wait for the slowest stage of a tick.
 
 The `state` of a replay has the time `now`, and the time from which each link is `free`. It has the
-fraction of a trip that is `due` for each loop, and the arguments of `_Replay.run`.
+fraction of a trip that is `due` for each loop, and the arguments of `_Replay.run`. A `line` is an
+instruction; `line.called` has the computations that it runs, each with its runs (0: unknown).
 """
 
 import math
@@ -112,7 +113,7 @@ def of(
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        # Loops whose trips neither their text nor their name gives.
+        # The loops whose trips are given neither by their text nor by their name (`counted`).
         unbounded=sum(
             run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted)
             for run in _all(program)
@@ -123,6 +124,7 @@ def of(
 def check_backend(text: str, platform: str) -> None:
     """Raises a `ValueError` unless the program was compiled for `platform`, "tpu" or "cuda"."""
     backend = "cpu"
+    # A TPU's program has estimates of cycles, or at least tiled layouts such as {1,0:T(8,128)}.
     if '"estimated_cycles"' in text or ":T(" in text[:200_000]:
         backend = "tpu"
     elif "operation_queue_id" in text:
@@ -145,7 +147,8 @@ def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
 
     The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
     that runs in every other tick of a pipeline. Each run then adds the mean to `state.due`; the
-    whole trips in this sum are run, and the fraction stays for later runs.
+    whole trips in this sum are run, and the fraction stays for later runs. A loop of unknown length
+    has one trip.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -201,11 +204,11 @@ class _Replay:
         events: list[Event] | None = None,
         waits: Counter | None = None,
     ) -> float:
-        """Returns the seconds of the program with links of `speed`; `math.inf` makes messages free.
+        """Returns the seconds of the program. Messages take no time if the `speed` is `math.inf`.
 
         Args:
             speed: a factor on the links' speed.
-            without: the axes along which messages are free.
+            without: the axes along which messages take no time, as in `Event.row`.
             events: a list to append the events to.
             waits: a counter to add the waits to.
         """
@@ -218,7 +221,7 @@ class _Replay:
     def _computation(self, name: str, state: SimpleNamespace) -> None:
         """Replays the instructions of a computation, which moves `state.now` on.
 
-        `started` has the end and the source line of each message or copy that was started.
+        `started` has the end and the source line of each message or copy, by the name of its start.
         """
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:
@@ -244,12 +247,14 @@ class _Replay:
         source = self.lines(line.attributes) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
-            if not sent:  # A copy between two memories of a chip; one runs at a time.
+            # Without messages it is a copy between two memories of a chip. One copy runs at a time.
+            if not sent:
                 begin = max(state.now, state.free.get("memory", 0.0))
                 state.free["memory"] = begin + self.costs.of(line)
                 stops = [state.free["memory"]]
             started[line.name] = max(stops), source
             return
+        # A collective takes only the time of its messages; a fusion may have both.
         taken = 0.0 if line.collective else self.costs.of(line)
         if taken:
             if state.events is not None:
@@ -281,7 +286,7 @@ class _Replay:
         """Returns the message of a collective: its axes, the time on each link, and the delay."""
         if line.name not in self.known:
             flows, rounds = links.flows(line, len(self.machine.places))
-            busy, delay = self.machine.crossing(flows)
+            busy, delay = self.machine.crossing(flows)  # the delay is that of one round
             row = " x ".join(along(line.groups, self.axes)) or "no axis"
             self.known[line.name] = _Message(row, busy, delay * rounds)
         return self.known[line.name]
@@ -289,7 +294,8 @@ class _Replay:
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
         """Starts a message, and returns the time at which it has arrived.
 
-        It begins when all of its links are free, and takes the time of the busiest, and the delay.
+        It begins when all its links are free. It takes the time of its busiest link, and then the
+        delay of its rounds.
         """
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
