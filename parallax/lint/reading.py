@@ -117,13 +117,14 @@ class Reading:
         key = (id(program), *(value._replace(summed=()) for value in arguments))
         if self.silent and key in self._settled:
             return self._settled[key]
-        known = [Value()] * len(program.types)
+        known = [Value()] * len(program.types)  # the facts of each value, by its number
         for value in program.literals:
             known[value] = Value(constant=True)
         for value, facts in zip(program.arguments, arguments, strict=True):
             known[value] = facts
         for node in program.nodes:
             inputs = [known[value] for value in node.inputs]
+            # The conditionals of this program that the operation stands in.
             around = [("cond", known[value].differs) for value in node.scope.predicates]
             with self._under(around):
                 results = self._operation(program, node, inputs)
@@ -235,8 +236,8 @@ class Reading:
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
         carries = [i - skipped for i, _ in flat.carried(eqn)]  # their places among `arguments`
         arguments = inputs[skipped:]
-        trips = eqn.params.get("length")
-        depth = len(self.loops) + 1
+        trips = eqn.params.get("length")  # None for a `while`
+        depth = len(self.loops) + 1  # with this loop
         if trips != 1:
             # Sums of the outer loop that enter this one are not followed further.
             if self.loops and not self.silent:
@@ -260,6 +261,7 @@ class Reading:
             operands = [*inputs[:skipped], *arguments[first:]]
             predicate = self.follow(condition, operands)[0]
         if not self.silent:
+            # The second reading notes mistakes, with the facts that hold in every trip.
             with self._under([("while", predicate.differs)] if node.name == "while" else []):
                 returned = self._read_body(program, arguments, carries, Loop(depth, trips))
             if self.map:
@@ -365,7 +367,8 @@ class Reading:
         # `axes_of_type` gives the axes along which a type varies.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
-        # Only floating-point operands have gradients, which a lost mark makes wrong.
+        # A lost mark makes gradients wrong. Integers and numbers written into the program have
+        # none.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (

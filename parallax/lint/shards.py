@@ -59,7 +59,8 @@ class ShardMap:
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
-        """Notes a mistake, if it is the first one of its kind on its line."""
+        """Notes a mistake at `node`, if it is the first one of its kind on its line. `mistake`, a
+        function of `mistakes`, makes the finding from `facts` and the line."""
         finding = mistake(*facts, node.where)
         self.findings.setdefault((finding.kind, finding.where), finding)
 
@@ -241,8 +242,8 @@ class ShardMap:
                 self.note(mistakes.shards_summed, node, *facts)
         split = axes_of_blocks(dims, program.shape(result))
         for node, value, axes in updates.reductions(program, dims_of, split):
-            # The values that depend on the reduction, each with the axes of which no collective on
-            # the way completed it.
+            # The values that depend on the reduction, each with the axes that no collective on the
+            # way to it goes over.
             reached = updates.reached(program, node.outputs, axes)
             missing = NO_AXES.union(*(reached.get(term, NO_AXES) for term in terms))
             if missing:
@@ -261,7 +262,8 @@ class ShardMap:
                 axes = known[value].differs & set(node.sent.axes)
                 # The arguments that the summed value is made from element by element.
                 arguments = updates.origins(program, value) & set(program.arguments)
-                # Devices that train different models, as islands do, each clip by their own norm.
+                # Devices that train different models, as islands do, each clip by their own norm:
+                # there, an argument that differs along the axes, a weight, is among the origins.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 

@@ -190,8 +190,8 @@ class _Operation:
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts of an array made by placing arrays side by side; it is a term along an
-        axis if all of them are."""
+        """Returns the facts of an array made by placing arrays of the same rank side by side; it is
+        a term of a sum over an axis if all of them are."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -222,9 +222,11 @@ class _Operation:
         a row.
         """
         table, ids = inputs
+        # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        # The dims of a row; one that is taken only in part has no facts.
+        # The dims of a row: those of the table but for the dims `removed`. One that is taken only
+        # in part has no facts.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
@@ -234,6 +236,7 @@ class _Operation:
         dims_of_ids = (
             dim._replace(counted=dim.counted and not is_local) for dim in self._dims(ids, 1)
         )
+        # The result's dims `offset_dims` are those of a row, and the others those of the ids.
         rank = range(len(self.shapes[0]))
         dims = (next(in_row if i in numbers.offset_dims else dims_of_ids) for i in rank)
         return Value(dims=tuple(dims))
@@ -264,8 +267,9 @@ class _Operation:
         """Follows an elementwise operation: joins the dims of its operands one by one, and follows
         the sums that its operands are terms of."""
         rank = len(self.shapes[0])
+        # Without numbers written into the program, whose `dims` are None, and scalar predicates.
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
-        if not given:  # a scalar chose between constants
+        if not given:  # a scalar chose between numbers written into the program
             return _new_dims(self.shapes[0])
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
@@ -287,7 +291,7 @@ class _Operation:
         if a dim of the result that they lie along is split. `dims` are those of the result. Each
         device's part of the dim would get the same numbers.
         """
-        drawn, counted = NO_AXES, NO_AXES
+        drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         for dim, of_value in zip(dims, value.dims or (), strict=True):
             axes = dim.split - value.differs
             drawn |= axes if of_value.drawn else NO_AXES
@@ -327,7 +331,8 @@ class _Operation:
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
-            # A sum with an operand that differs, or that was divided, is right and not followed.
+            # A sum with an operand that differs, or that was divided, may be right: it is not
+            # followed.
             return term if len(whole) == len(without) else None
         if any(axis in value.differs for value in without):
             return None
@@ -374,7 +379,7 @@ class _Operation:
         # A reshape may cut a split dim into groups. If a device has one element of each group, the
         # reduction of the group is not complete either.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
-        axes |= NO_AXES.union(*(dims[i].within for i in ones))
+        axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
         terms = dict(value.terms) if is_sum else {}
         if result.has_rows:  # else it is no value of the forward pass
