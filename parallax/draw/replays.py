@@ -74,7 +74,8 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
         start = max(event.start, until)  # the time before `until` is counted already
         until = max(until, event.stop)
         overlap = np.minimum(edges[1:], event.stop) - np.maximum(edges[:-1], start)
-        busy += np.clip(overlap, 0.0, None)
+        busy += np.clip(overlap, 0.0, None)  # negative: the event is not in this part
+    # A part lasts end / WIDTH seconds.
     return busy * WIDTH / end if end else busy
 
 

@@ -321,6 +321,7 @@ def loss_step(
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
     layout = dataclasses.replace(layout, remat="none")
     _check(family, layout, mesh, compute)
+    # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
 
     def make_model():

@@ -171,12 +171,12 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     """
     embed, stage, head = functions
     layout, axes, family, compute = setup.layout, setup.axes, setup.family, setup.compute
-    shards, replicas = setup.along(SHARDED_OVER), setup.along(REDUCED_OVER)
+    sharded_over, reduced_over = setup.along(SHARDED_OVER), setup.along(REDUCED_OVER)
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
     scatter = _unchanged
     if layout.zero == 2:  # scatters the gradients of each microbatch, before they are added up
-        scatter = functools.partial(zero.reduce_scatter, axis=shards, specs=setup.specs)
+        scatter = functools.partial(zero.reduce_scatter, axis=sharded_over, specs=setup.specs)
 
     if layout.pipelined:
         grad = pipeline.value_and_grad(
@@ -200,20 +200,20 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.sequence:
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
-        grad = zero.gathered_once(grad, shards, setup.part_specs.ends)
+        grad = zero.gathered_once(grad, sharded_over, setup.part_specs.ends)
     # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
     # in 16 bits; inside the averages, so that these reduce float32.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     if layout.zero in (1, 2):
-        grad = zero.reduce_scattered(grad, replicas, setup.specs)
+        grad = zero.reduce_scattered(grad, reduced_over, setup.specs)
     else:
         # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
         # count them n times.
         already_summed = family.where if compute.reduce_in_backward else None
-        grad = grads.averaged(grad, replicas, reduced=already_summed)
-    # After the reduction over the shards, so that under ZeRO only a device's share, 1/n of the
-    # bytes, goes between the replicas.
+        grad = grads.averaged(grad, reduced_over, reduced=already_summed)
+    # After the reductions above, so that under ZeRO only a device's share, 1/n of the bytes, goes
+    # between the replicas.
     if layout.replica > 1:
         grad = grads.averaged(grad, axes["replica"])
     if scale is not None:

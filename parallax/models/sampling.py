@@ -326,7 +326,7 @@ def _with_cache(
         `place`, and the cache without that token.
         """
         (token, cache), (key, place) = carry, inputs
-        logits, cache = model.go_on(token[None], cache, place)
+        logits, cache = model.go_on(token[None], cache, place)  # a batch of one sequence
         new = token_of(logits[0], key, token == NOTHING)
         return (new, cache), new
 
@@ -390,10 +390,12 @@ def filtered(
     shifted = wide - jnp.max(wide)
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
+    # The inner `where` avoids a division by 0.
     scores = jnp.where(scale == 0, greedy, shifted / jnp.where(scale == 0, 1, scale))
     if top_k is not None:
         least = lax.top_k(scores, min(top_k, scores.size))[0][-1]  # the k-th largest
         scores = jnp.where(scores < least, -jnp.inf, scores)
+    # A negated condition, here and for `top_p`, since it is also true for nan.
     wrong = jnp.isnan(shifted).any() | ~((scale >= 0) & (scale < jnp.inf))
     if top_p is not None:
         # A Python number is subtracted in float64, which is exact enough for a top_p near 1.

@@ -48,13 +48,13 @@ def block(
     def heads(y):
         """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.column(y, qkv.weight, qkv.bias)  # [B, T, 3, H, K]
-        y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)
+        y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)  # dim 3 is the heads
         return y[:, :, 0], y[:, :, 1], y[:, :, 2]
 
     def feed_forward(y):
         """Returns the sum to add to the stream, and None: there is no auxiliary value."""
         y = comms.column(y, up.weight, up.bias)
-        y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)
+        y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
         return comms.row(jax.nn.gelu(y, approximate=True), down.weight, down.bias), None
 
     def dropped(y, site):

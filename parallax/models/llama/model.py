@@ -131,7 +131,9 @@ class Llama(eqx.Module):
     def __init__(self, config: Config, *, key: Key[Array, ""], dtype: DTypeLike = jnp.float32):
         """Draws the weights of a whole model."""
         D, L, K = config.width, config.layers, config.head_width
-        normal = initial(key, dtype, 9)  # at most nine arrays are drawn
+        # At most nine arrays: embedding, query, key, value, out, gate, up, down and head. Experts
+        # have keys of their own.
+        normal = initial(key, dtype, 9)
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         ones = functools.partial(jnp.ones, dtype=dtype)
 
