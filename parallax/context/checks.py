@@ -27,8 +27,7 @@ _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_s
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `layers` with a check when it is traced: `ValueError` if it sends nothing along
-    `axis`.
+    """Returns `layers`, with a check at trace time that they send something along `axis`.
 
     Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
     and silently train another model. The check traces `layers` once more.
@@ -252,6 +251,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
 
     A gather of weights (ZeRO-3) may go over these axes and the data axis: that is no attention.
     """
+    # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
         return False
     # Most collectives of JAX name their axes as `axis_name`, and `psum` as `axes`.

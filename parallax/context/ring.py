@@ -214,8 +214,8 @@ def _backward(ring: _Ring, residuals, ct):
     arrived = ring.send(keys) if n > 1 else keys
     diagonal = _diagonal(ring, ring.kernel.backward, queries[-1], keys[-1])
     # The arguments are q, k, v, out, lse and ct. The segments, the last of `queries` and of `keys`,
-    # were given to `_diagonal`.
-    # `local_sums` are the gradients of this device's own k and v from its own queries.
+    # were given to `_diagonal`. `local_sums` are the gradients of this device's own k and v from
+    # its own queries.
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:

@@ -143,7 +143,9 @@ def _table(
     def block(j):
         """Returns block j. Its expert is the first with an entry in `ends` greater than j.
 
-        `place` are the places of the block's rows among the sorted pairs.
+        `order` sorts the pairs by expert. `starts[e]` is the first sorted pair of expert e, and
+        `ends[e]` the number of blocks of the experts 0 to e. `place` are the places of the block's
+        rows among the sorted pairs; `within` is 0 to size - 1.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.

@@ -106,6 +106,7 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0, and islands "
             "take the outer weights."
         )
+    # `checked` refuses an update that mixes the elements of a leaf that is split.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
@@ -113,7 +114,7 @@ def local(
 
         `_alone` runs `train` without the islands' axis. `_local_state` drops the dim of islands
         from a device's arrays, and `_stacked` restores it. `_when` changes the states only if a
-        round is due.
+        round is due. The arrays of `info` get a first dim of islands.
         """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
@@ -231,8 +232,8 @@ class _Round(eqx.Module):
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
 
-        # The error of the last exchange is added to this one. An absent island sends zeros, and
-        # keeps the error that it has not sent yet.
+        # `all_reduce` adds the given error to the change, and returns the new rounding error. An
+        # absent island sends zeros, and keeps the error that it has not sent yet.
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 

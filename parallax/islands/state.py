@@ -348,17 +348,17 @@ def _islands(model: PyTree) -> int:
 
 def _losses(state: State, before: int, islands: int) -> list[str]:
     """Returns a sentence for each thing that is lost when `before` islands become `islands`."""
-    lost = ["the inner steps since the last round, on every island, where there were any"]
+    lost = ["the inner steps since the last round, on every island, if there were any"]
     if islands < before:
         lost.append(
             f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"
         )
     if islands > before:
         lost.append(
-            f"nothing of islands {before} to {islands - 1}, which are new: copies of the others"
+            f"nothing of islands {before} to {islands - 1}, which are new copies of the others"
         )
     if jax.tree.leaves(state.error):
-        lost.append("what int8 had rounded away")
+        lost.append("the rounding errors of int8")
     if any(sent is not None for sent in state.sent):
         lost.append("the exchanges under way")
     return lost
