@@ -2058,8 +2058,8 @@ EXPERTS = (
     ),
     Mutant(
         "grad_of",
-        "grads.averaged(grad, replicas, reduced=",
-        "grads.averaged(grad, shards, reduced=",
+        "grads.averaged(grad, reduced_over, reduced=",
+        "grads.averaged(grad, sharded_over, reduced=",
         "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k sequence",
     ),
     Mutant(
