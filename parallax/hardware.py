@@ -105,8 +105,8 @@ class Hardware:
         if remainder or (self.torus and cores not in (1, 2)):
             raise ValueError(
                 f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
-                f"chips, and the layout {math.prod(axes.values())} devices. Use a layout of as "
-                "many, or another torus."
+                f"chips, and the layout has {math.prod(axes.values())} devices. Use a layout "
+                "with a device for each chip, or for each core, or another torus."
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)

@@ -217,7 +217,7 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
     if not context.empty and list(context.shape.items()) != list(mesh.shape.items()):
         raise ValueError(
             f"mesh.spmd was given the mesh {dict(mesh.shape)}, and jax.set_mesh has set another, "
-            f"{dict(context.shape)}. Pass that one as mesh=, or call outside of jax.set_mesh."
+            f"{dict(context.shape)}. Pass that mesh as mesh=, or call outside of jax.set_mesh."
         )
     types = mesh.axis_types if context.empty else context.axis_types
     if len(set(types)) > 1:
@@ -312,8 +312,8 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
         )
         raise ValueError(
             f"mesh.move takes arrays that live on devices of this process; {dotted(path)} {where}. "
-            "Inside jax.jit use mesh.spmd, whose in_specs lay arrays out; between processes, a "
-            "checkpoint."
+            "Inside jax.jit, use mesh.spmd, whose in_specs lay out arrays; between processes, use "
+            "a checkpoint."
         )
     # A NumPy array lies on no device, so all its bytes are sent.
     old_places = (
@@ -354,7 +354,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
         _check_none(specs, tree)
         raise ValueError(
             "The specs must have the structure of the arguments, or of a prefix of it: one "
-            f"PartitionSpec an argument, or a tree as rules.specs makes. {error}"
+            f"PartitionSpec per argument, or a tree such as rules.specs returns. {error}"
         ) from error
 
     def check(path, leaf, spec):
@@ -372,10 +372,10 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
         if any(tuple(path[: len(prefix)]) == prefix for prefix in static):
             raise ValueError(
                 f"{dotted(path)}: the specs have None, as for a leaf that is no array (a Python "
-                f"number, a function), and an array came, {leaf.dtype}{list(leaf.shape)}. jax.jit "
-                "makes arrays of Python numbers: take eqx.filter_jit, which leaves them as they "
-                "are. If it was an array from the beginning, give it a PartitionSpec, as "
-                "rules.specs does."
+                f"number, a function), but the leaf is an array, {leaf.dtype}{list(leaf.shape)}. "
+                "jax.jit turns Python numbers into arrays: use eqx.filter_jit, which leaves them "
+                "as they are. If the leaf was an array from the beginning, give it a "
+                "PartitionSpec, as rules.specs does."
             )
 
 
@@ -396,8 +396,8 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"{where} uses the mesh axis {name!r} {names.count(name)} times. An array is split "
-                "over an axis once."
+                f"{where} uses the mesh axis {name!r} {names.count(name)} times. An array can "
+                "be split over an axis only once."
             )
     if len(spec) > leaf.ndim:
         raise ValueError(

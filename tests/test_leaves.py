@@ -85,8 +85,8 @@ def test_a_python_number_that_jit_makes_an_array_is_refused():
     train = step.make(grads.averaged(eqx.filter_value_and_grad(floats_loss), "data"), sgd)
     spmd = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
     message = (
-        r"0.model.scale: the specs have None, as for a leaf that is no array .*, and an array "
-        r"came, float64\[\]. jax.jit makes"
+        r"0.model.scale: the specs have None, as for a leaf that is no array .*, but the leaf is "
+        r"an array, float64\[\]. jax.jit turns"
     )
     with pytest.raises(ValueError, match=message):
         jax.jit(spmd)(state, batch)

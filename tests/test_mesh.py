@@ -206,11 +206,11 @@ REFUSED = {  # what is wrong: (the weight's spec, what is said of it after its p
     ),
     "axis twice": (
         P("tensor", "tensor"),
-        "{spec} uses the mesh axis 'tensor' 2 times. An array is split over an axis once.",
+        "{spec} uses the mesh axis 'tensor' 2 times. An array can be split over an axis only once.",
     ),
     "axis twice in a tuple": (
         P(("data", "data")),
-        "{spec} uses the mesh axis 'data' 2 times. An array is split over an axis once.",
+        "{spec} uses the mesh axis 'data' 2 times. An array can be split over an axis only once.",
     ),
     "too long": (
         P(None, None, "data"),
@@ -256,10 +256,10 @@ def test_the_cures_of_refusals_work(world):
 def test_specs_of_another_structure(world, specs):
     said = (
         "^The specs must have the structure of the arguments, or of a prefix of it: one "
-        "PartitionSpec an argument, or a tree "
+        "PartitionSpec per argument, or a tree "
     )
     f = mesh.spmd(lambda x, tree: x, mesh=world, in_specs=specs, out_specs=P())
-    with pytest.raises(ValueError, match=f"{said}as rules.specs makes. "):
+    with pytest.raises(ValueError, match=f"{said}such as rules.specs returns. "):
         f(np.ones(3), {"a": np.ones(2)})
 
 

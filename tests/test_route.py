@@ -215,7 +215,7 @@ REFUSED = {
         (3,),
         [{1: [1, 2]}],
     ),
-    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, and so never come home.": (
+    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, so they never reach": (
         (4,),
         [{1: [1]}],
     ),

@@ -190,7 +190,7 @@ REFUSED = {  # (function, states, what is said)
         {"x": "U", "y": "V"},
         "reduce_scatter along ('x', 'y') needs an x that is unreduced along all of these axes or "
         "along none; this one, of shape (8,), is unreduced along 'x'. Sum it over its unreduced "
-        "axes first, and over the others then.",
+        "axes first, then over the others.",
     ),
     "another type": (
         lambda m, x: m.all_gather(x, "x", to="unreduced"),

@@ -166,8 +166,8 @@ def rounds(
         )
     if nbytes % itemsize:
         raise ValueError(
-            f"cost.of: {nbytes} bytes are no whole number of items of {itemsize} bytes. Pass "
-            "itemsize=..."
+            f"cost.of: {nbytes} bytes are no multiple of itemsize={itemsize}. Pass itemsize=..., "
+            "the bytes of a number of the array."
         )
     # A sorted tuple can be a key of the cache. The name of an axis does not change the rounds.
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))

@@ -46,7 +46,7 @@ def reduce_scatter_leaf(
 
     The transpose is `slices.gather`.
     """
-    # Booleans are counted. Random keys, and types that `lax` refuses, raise an error here.
+    # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
     if not axes(axis_name):  # without an axis, `lax` drops no dim even if not tiled
         return x

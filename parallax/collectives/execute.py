@@ -1,7 +1,8 @@
 """The executor of routes: it runs several tables at the same time, forwards or backwards.
 
 Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
-gather: blocks travel from their devices. Each table carries its own share of the array.
+gather: blocks travel from their devices. Each table carries its own share of the array. A message
+is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
 
 An *offset* is a place relative to this device, which is at `route.home`, offset 0:
 `route.device_at(me, offset)` is the device there. A block is named by its table and by the offset

@@ -181,8 +181,8 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
                 f"{name}: tables side by side need {n} devices and {rounds} rounds each, as the "
-                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Fill up "
-                "with empty rounds, {}."
+                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Add empty "
+                "rounds, {}, to the tables that have fewer."
             )
 
 
@@ -235,7 +235,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
 
     def leaf(x):
         """Returns the sum of one array, computed by `total` and typed as invariant."""
-        # Booleans are counted. Random keys, and types that `lax` refuses, raise an error here.
+        # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an
+        # error.
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):  # no axis, so one device: the sum is `x`
             return x

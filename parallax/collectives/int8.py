@@ -21,8 +21,9 @@ AdamW divides by the gradients' second moment, for which a correction one step l
 200 steps of AdamW the held-out loss was 0.4 % above the exact run's without feedback, and 1.1 %
 above it with feedback.
 
-Each device quantises its term for device j once and sends it straight to j. Device j adds the terms
-in float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
+An array is cut into n parts, one for each device, and each part into blocks. A device quantises its
+term of part j once and sends it straight to device j. Device j adds the terms of its own part in
+float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
 sum: n/2 times this bound.
 
@@ -331,6 +332,7 @@ def dequantize(
 ) -> Float[Array, "*lead size"]:
     """Returns the numbers of a message of `quantize`: integers times powers of two, or NaN."""
     code = _code(dtype)
+    # The first `size` bytes are the integers; the exponents, one per block, follow.
     exponents = message[..., size:]
     # A bitcast joins the last dim, the two bytes of an int16, into one number.
     exponents = exponents if code == jnp.int8 else exponents.reshape(*message.shape[:-1], -1, 2)
@@ -372,6 +374,7 @@ def _slices(block_size):
     def gathered(x, dim, axis_name):
         """Returns all devices' rounded `x`, joined along `dim`."""
         blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
+        # True: the blocks are joined along the existing dim.
         return drop_in.merge_blocks(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
 
     return drop_in.Slices(scattered, gathered)
@@ -380,8 +383,8 @@ def _slices(block_size):
 def _reduce(parts, axis_name, block_size):
     """Returns this device's part of the sum over devices, and the rounding errors of its terms.
 
-    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0: it is not
-    quantised.
+    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0: its exact
+    numbers are added.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
@@ -427,7 +430,7 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`, and the same leaf of the other trees."""
+        """Returns the result for one leaf of `x`; `more` are the same leaf of the other trees."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)
@@ -437,6 +440,7 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
 
 def _unzipped(pairs, x):
     """Returns two trees like `x`, from `pairs`, a tree like `x` with a pair for each leaf."""
+    # (0, 0) stands for any pair.
     return jax.tree.transpose(jax.tree.structure(x), jax.tree.structure((0, 0)), pairs)
 
 

@@ -52,6 +52,7 @@ def _messages(size, n, itemsize):
         adds = not (is_folded and number == len(hops) - 1)
         # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)
+        # One round of one message, and the bytes that its receiver adds.
         rounds.append(Round(1, (Message(nbytes, step),), nbytes * adds))
     return rounds
 

@@ -215,7 +215,7 @@ def _check(route: Route) -> None:
                 raise ValueError(
                     f"Route: in round {r} block {_describe(o)} arrives at offset "
                     f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
-                    "Let it arrive before, or go elsewhere."
+                    "Let it arrive earlier, or at another offset."
                 )
     # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:
@@ -224,7 +224,7 @@ def _check(route: Route) -> None:
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
             f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {route.shape} are "
-            "never sent, and so never come home."
+            "never sent, so they never reach their owners."
         )
 
 
@@ -253,7 +253,7 @@ def _check_sendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -
     elif o in sent:
         problem = (
             f" a second time: it was sent away in round {sent[o]}. "
-            "Send it once, after all has come."
+            "Send it once, after all its terms have arrived."
         )
     if problem:
         raise ValueError(f"Route: round {r} sends block {_describe(o)}{problem}")

@@ -368,14 +368,14 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
             `lax` refuses those too.
     """
     states = _states_along(x, axis_name)
-    # The sum of a value that is unreduced along all axes is the sum of its terms.
+    # Along all axes each device has one term of an unreduced `x`: these terms are summed.
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
         return x
     if "unreduced" in states.values():
         raise ValueError(
             f"{name} along {axis_name!r} needs an x that is unreduced along all of these axes or "
             f"along none; this one, of shape {x.shape}, is {_describe(states)}. Sum it over its "
-            "unreduced axes first, and over the others then."
+            "unreduced axes first, then over the others."
         )
     return check_block(name, x, axis_name)
 
