@@ -535,7 +535,7 @@ def test_steps_do_not_go_back(tmp_path):
         for number in (8, 5):
             with pytest.raises(
                 ValueError,
-                match=f"finished checkpoint of step 8, and saving step {number} would go back",
+                match=f"finished checkpoint of step 8, which is not before step {number}",
             ):
                 store.save(number, small_state())
     assert checkpoints(tmp_path).steps() == [4, 8]
@@ -765,7 +765,7 @@ def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
     assert not [line for line in said if line.startswith("step ")]
     checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
     line = (
-        "step 2 has other plain numbers than this program, and they are taken: "
-        "loss_scale=0.5 (here 0.25). Make"
+        "step 2 has other plain numbers than this program, and they are used: "
+        "loss_scale=0.5 (here 0.25). A number"
     )
     assert [text for text in said if text.startswith(line)]

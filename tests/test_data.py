@@ -91,14 +91,14 @@ def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, w
     data.write(path, np.arange(200), vocabulary=written)
     with pytest.raises(
         ValueError,
-        match=rf"needed tokens of a vocabulary of {read}, these were written with {written}\.",
+        match=rf"needed tokens of a vocabulary of {read}; these are of a vocabulary of {written}\.",
     ):
         data.read(path, vocabulary=read)
     content, record = path.read_bytes(), tmp_path / "text.bin.json"
     path.write_bytes(content[:-4])
     with pytest.raises(
         ValueError,
-        match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json speaks of",
+        match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json states",
     ):
         data.read(path, vocabulary=written)
     path.write_bytes(content)

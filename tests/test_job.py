@@ -159,7 +159,7 @@ def test_a_coordinator_needs_a_port(coordinator):
 def test_virtual_devices_must_divide(monkeypatch):
     monkeypatch.setattr(types, "rank_and_processes", lambda: (0, 4))
     with pytest.raises(
-        ValueError, match=r"cpu_devices=6 must divide by the 4 processes\. Use 4 devices"
+        ValueError, match=r"cpu_devices=6 must be a multiple of the 4 processes\. Use 4 devices"
     ):
         processes.initialize("a:1", 4, 0, cpu_devices=6)
 

@@ -106,13 +106,13 @@ def test_processes_check_the_bytes_of_each_shard_once(folder, tmp_path):
 
 
 def test_mistakes_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="a vocabulary of 256, these were written with 300"):
+    with pytest.raises(ValueError, match="a vocabulary of 256; these are of a vocabulary of 300"):
         shards.read(folder, vocabulary=256)
     with pytest.raises(ValueError, match="holds shards already"):
         shards.write(folder, [TOKENS], vocabulary=300)
     with pytest.raises(ValueError, match="shard_tokens of 1 or more; got 0"):
         shards.write(tmp_path / "a", [TOKENS], vocabulary=300, shard_tokens=0)
-    with pytest.raises(ValueError, match="needs a token or more"):
+    with pytest.raises(ValueError, match="needs one token or more"):
         shards.write(tmp_path / "b", [], vocabulary=300)
     with pytest.raises(ValueError, match="needed tokens from 0 to 99"):
         shards.write(tmp_path / "c", [TOKENS], vocabulary=100)
@@ -283,7 +283,7 @@ def test_only_regular_files_are_read_up_to_a_size(own, name, kind):
 def test_a_manifest_that_would_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"a manifest has 33554398 bytes at most; got 3355\d{4}\. Note less in it\.",
+        match=r"a manifest has 33554398 bytes at most; got 3355\d{4}\. Store less in it\.",
     ):
         manifest.write(tmp_path / "manifest.json", {"note": "x" * (32 << 20)})
     line = {"note": "x" * ((32 << 20) - manifest.SEAL - len('{"note": ""}'))}

@@ -52,7 +52,8 @@ def batch(
     if seed < 0 or step < 0 or size < 1 or length < 1 or seed >> 64:
         raise ValueError(
             "batch needs 0 <= seed < 2**64, step >= 0, size >= 1 and length >= 1, "
-            f"got seed {seed}, step {step}, size {size}, length {length}. Correct the one outside."
+            f"got seed {seed}, step {step}, size {size}, length {length}. "
+            "Correct the number that is out of range."
         )
     sequences = range(size)[rows]
     if not sequences or (rows.stop is not None and rows.stop > size):
@@ -157,7 +158,8 @@ def held_out_batches(
     if size < 1 or length < 1 or (limit is not None and limit < 1):
         raise ValueError(
             "held_out_batches needs size >= 1, length >= 1 and limit >= 1 or None, "
-            f"got size {size}, length {length}, limit {limit}. Correct the one outside."
+            f"got size {size}, length {length}, limit {limit}. "
+            "Correct the number that is out of range."
         )
     batches = (len(tokens) - 1) // (size * length)
     if batches < 1:

@@ -62,7 +62,7 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     if len(line) > _files.LARGEST - SEAL:
         raise ValueError(
             f"{path}: a manifest has {_files.LARGEST - SEAL} bytes at most; got {len(line)}. "
-            f"Note less in it."
+            f"Store less in it."
         )
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -99,7 +99,7 @@ def read(path: Path) -> dict[str, Any]:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise Damaged(
-            f"{path}: needed a line of JSON, got {len(line)} bytes that are none: {error}."
+            f"{path}: needed a line of JSON, got {len(line)} other bytes: {error}."
         ) from error
     need(isinstance(record, dict), path, "an object", record)
     return record
@@ -228,9 +228,7 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(
-                f"{path}: needed a file that the manifest lists, found one that it does not know."
-            )
+            raise Damaged(f"{path}: needed a file that the manifest lists, found another one.")
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -100,7 +100,7 @@ def write(
         tokens[name] = len(shard)
     if not tokens:
         raise ValueError(
-            f"shards.write needs a token or more for {folder}, got none. Bring more text."
+            f"shards.write needs one token or more for {folder}, got none. Bring more text."
         )
     manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
 

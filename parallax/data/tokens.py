@@ -165,7 +165,7 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
             f"but every second one is {upper} or less, and others up to {high}, as in a file of "
-            "twice as many bytes a token. Write it again with data.write, which notes the type."
+            "twice as many bytes per token. Write it again with data.write, which notes the type."
         )
 
 
@@ -242,8 +242,8 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
     manifest.need(type(stored) is int, f"{place}: vocabulary", "a whole number", stored)
     if stored != vocabulary:
         raise ValueError(
-            f"{tokens}: needed tokens of a vocabulary of {vocabulary}, "
-            f"these were written with {stored}. "
+            f"{tokens}: needed tokens of a vocabulary of {vocabulary}; "
+            f"these are of a vocabulary of {stored}. "
             "Give the tokenizer that made them, or make them again."
         )
     item = stored_as(vocabulary).name
@@ -265,7 +265,7 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
     manifest.need(manifest.is_hash(digest), f"{place}: hash", "a hash", digest)
     if stored != size:
         raise ValueError(
-            f"{path}: needed the {stored} bytes that {place.name} speaks of, the file has {size}. "
+            f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
             "It was cut short, or is another file: make it again with data.write, "
             f"or remove {place.name} if the tokens are of another source."
         )

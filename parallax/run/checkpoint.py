@@ -126,7 +126,7 @@ class Checkpoints:
         if lose_at_most < 2:
             raise ValueError(
                 f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To "
-                f"lose 1, save and wait after each."
+                f"lose at most 1 step, call save and wait after each step."
             )
         self.folder = Path(folder).absolute()
         # As they are read back from a record: for example, tuples become lists.
@@ -389,7 +389,7 @@ class Checkpoints:
             return NONE
         raise Refused(
             f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
-            "Give back what is missing, or choose another folder to begin again."
+            "Put back the missing files, or choose another folder to begin again."
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
@@ -411,9 +411,9 @@ class Checkpoints:
         )
         if others := records.differences(record.numbers, numbers):
             self._say(
-                f"step {step} has other plain numbers than this program, and they are taken: "
-                f"{others}. Make what belongs to the "
-                "code a static field."
+                f"step {step} has other plain numbers than this program, and they are used: "
+                f"{others}. A number that belongs to "
+                "the code should be a static field."
             )
         # The shapes as Orbax stores the arrays: random keys are integers.
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}

@@ -300,7 +300,7 @@ def _placed(tree: PyTree) -> _Placed:
             raise ValueError(
                 f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
                 f"{paths[0]} on {first_mesh}. Call it on "
-                "each part alone, or place all on one mesh: mesh.place."
+                "the arrays of each mesh alone, or place all on one mesh: mesh.place."
             )
     return _Placed(leaves, paths, specs, first_mesh)
 
@@ -309,7 +309,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
     """Returns the spec and the mesh of an array. Refuses one that is traced or on no mesh."""
     if isinstance(leaf, Tracer):
         raise ValueError(
-            f"fingerprint looks at arrays that are there, and {path or 'the array'} is being "
+            f"fingerprint needs arrays with values, and {path or 'the array'} is being "
             f"traced. Call it outside of jax.jit, "
             "beside the step; or, inside mesh.spmd, call fingerprint.compared."
         )

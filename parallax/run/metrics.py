@@ -65,9 +65,7 @@ class Skipped:
         self.steps.append(number)
         if len(self.steps) > self.budget:
             update_not_finite = (
-                " What the update makes of them is not finite."
-                if math.isfinite(loss + norm)
-                else ""
+                " The update that they give is not finite." if math.isfinite(loss + norm) else ""
             )
             raise OverBudget(
                 f"step {number}: the loss is {loss} and the gradient norm {norm}."

@@ -103,7 +103,7 @@ def initialize(
             jax.distributed.shutdown()  # all processes raise: none waits for the others
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
-                f"initialize: cpu_devices={cpu_devices} must divide by the {job.processes} "
+                f"initialize: cpu_devices={cpu_devices} must be a multiple of the {job.processes} "
                 f"processes. Use {divisible} devices."
             )
         jax.config.update("jax_num_cpu_devices", cpu_devices // job.processes)
@@ -129,7 +129,7 @@ def _told(
         raise ValueError(
             "initialize needs coordinator, processes and rank together; got "
             f"coordinator={coordinator!r}, processes={processes}, rank={rank}. Give all three, or "
-            "none where a launcher starts the processes."
+            "none if a launcher starts the processes."
         )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(

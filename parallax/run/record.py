@@ -177,7 +177,7 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Set them so, or choose "
+            f"{folder}: it is of another run, which had {differing}. Use these settings, or choose "
             f"another folder."
         )
     check_form(folder, record, files)
@@ -209,9 +209,8 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: needed what {CONTENTS} says, which was written with the "
-            f"arrays; got "
-            "something else. It is damaged."
+            f"{folder / MANIFEST}: needed the record in {CONTENTS}, which was written with "
+            f"the arrays; got another one. It is damaged."
         )
 
 

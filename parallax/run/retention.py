@@ -107,9 +107,8 @@ def make_room(
     later = [number for number in finished(folder) if number >= step and number not in refused]
     if later:
         raise Later(
-            f"{folder} holds a finished checkpoint of step {later[-1]}, and saving step "
-            f"{step} would go back behind it. "
-            f"Restore it first, or choose another folder."
+            f"{folder} holds a finished checkpoint of step {later[-1]}, which is not before step "
+            f"{step}: restore it before you save step {step}, or choose another folder."
         )
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():

@@ -80,8 +80,8 @@ class Spikes:
         if len(self._at) >= self.budget:
             raise Spiked(
                 f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
-                f"{self.factor:g} times its running median; so it "
-                f"was at {len(self._at)} of the last {WINDOW} steps "
+                f"{self.factor:g} times its running median; there were "
+                f"spikes at {len(self._at)} of the last {WINDOW} steps "
                 f"({', '.join(map(str, self._at[-5:]))} last).",
                 number,
                 self._at[0],
