@@ -358,8 +358,7 @@ class _Ways(FollowingAlong):
         return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
-        """Returns the `Reach` of an equation's result: the arguments that it depends on at all,
-        `alone` (without a collective), and by a use in which they `met` data."""
+        """Returns the `Reach` of an equation's result, given those of its operands."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
         # A collective joins the value with the parts of other devices: from here on it depends on

@@ -548,9 +548,8 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns the row that each id would have on this device, counted from the device's first row,
-    and whether the device, which has `rows` rows, has it. Raises `ValueError` for ids that are not
-    whole numbers.
+    """Returns, for each id, its row counted from this device's first row, and whether the row is
+    one of the device's `rows` rows. Raises `ValueError` for ids that are not whole numbers.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(

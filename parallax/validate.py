@@ -196,7 +196,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     """Yields all faults, in the order in which a reader would mend them.
 
     With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
-    of devices, and then the sizes that must divide by them.
+    of devices, and then the sizes that must be multiples of them.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))

@@ -2,8 +2,8 @@
 
 The values of a model have names, and two runs are compared name by name:
 
-x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free while off
-print(bisect.compare(one_device, split))
+    x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free while off
+    print(bisect.compare(one_device, split))
 """
 
 from parallax.bisect.comparison import Comparison, Difference, compare, rounding

@@ -4,9 +4,9 @@ A *tap* is an equation that reports a value. Its `mark` has its path, which name
 model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
 backward through the equations from one value to the nearest taps.
 
-Of the functions of `jaxprs`, `inner(eqn)` returns the jaxprs in an equation, `called(eqn)` the
-jaxpr of an equation that calls a function or None, and `every(jaxpr)` all equations, inner ones
-too.
+Of the functions of `jaxprs`, `inner(eqn)` returns the jaxprs in an equation. `called(eqn)` returns
+the jaxpr of an equation that calls a function, or None. `every(jaxpr)` yields all equations, inner
+ones too.
 """
 
 import itertools

@@ -144,8 +144,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits: `times` the rounding error of a right
-    run in as many bits, but no less than `times` the median of all errors.
+    """Returns a bound for each value of a run in few bits: `times` its rounding error in a right
+    run. Errors below the median of all errors count as the median.
 
     Args:
         exact: a run in more bits, on one device.
@@ -156,7 +156,7 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     """
     off = _differences(_recorded(exact, options), _recorded(rounded, options))
     positive = [difference for difference in off.values() if difference > 0]
-    # The least error that counts is the median. A value without an error in this run may have an
+    # The least error that counts: a value without an error in this run may have an
     # error when it is summed in another order.
     least = float(np.median(positive)) if positive else BOUND
     return {key: times * max(difference, least) for key, difference in off.items()}
@@ -178,8 +178,10 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each common value, the largest |a - b| relative to its largest |a|, or to
-    `SMALL` times the largest number of the value's kind if that is larger.
+    """Returns, for each common value, the largest |a - b|, relative to its size.
+
+    The size is the largest |a|, or `SMALL` times the largest number of the value's kind if that is
+    larger.
 
     Another shape, and any difference of whole numbers, count as infinite.
     """

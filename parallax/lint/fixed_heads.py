@@ -43,7 +43,7 @@ def _is_attention(node: Any) -> bool:
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yields the axes that split the outputs of arguments of this shape, and the number of devices
-    along them; nothing for arguments that are not split. `shape` is that of a projection's whole
+    along them. Arguments that are not split give nothing. `shape` is that of a projection's whole
     weight, [..., outputs, inputs].
     """
     sizes = shard_map.params["mesh"].shape

@@ -1,9 +1,9 @@
 """Finds sums over devices that a loop only adds to a carry: one sum after the loop would give the
 same result.
 
-A `Value` has the facts of a value: `parts`, the sums and carries that it is a linear function of;
-`differs`, the axes along which it differs between devices; and `trip`, the depth of the innermost
-loop that changes it, or 0 if none does.
+A `Value` has the facts of a value. Its `parts` are the sums and carries that it is a linear
+function of. Its `differs` are the axes along which it differs between devices. Its `trip` is the
+depth of the innermost loop that changes it, or 0 if none does.
 """
 
 from collections.abc import Sequence

@@ -56,8 +56,8 @@ def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where:
 
 
 def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for a sum over devices of numbers that are equal on all of them; `value`
-    tells whether an earlier sum made them equal."""
+    """Returns the finding for a sum over devices of numbers that are equal on all of them. `value`,
+    their facts, tells whether an earlier sum made them equal."""
     # `summed` pairs each axis of an earlier sum with the line of that sum.
     before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
     why = before[0] if before else "does not depend on the device there"
@@ -205,8 +205,8 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
 REPEATED = {  # kind: the numbers, the harm and the cure
     "one-key-for-split-units": (
         "random numbers that are the same along {axes}",
-        "the units of all {size} devices get the same ones, as in dropout by one mask for every "
-        "block.",
+        "the units of all {size} devices get the same ones, as in dropout by the same mask on "
+        "every device.",
         "Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for "
         "{axes}. To equal one device, draw "
         "for all units and take this device's slice.",

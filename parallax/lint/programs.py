@@ -31,16 +31,16 @@ def program(
     * `lost-varying-mark`: a `cond` with such a predicate, and operands or results that are typed
       as the same on all devices: wrong gradients (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
-    * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry; one sum of
+    * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
       the carry after the loop gives the same.
     * `same-every-trip`: a collective in a loop, of a value that the loop does not change.
       `zero.gathered` and `sequence.gather_from` are accepted: parameters that are gathered again
       for each microbatch need not be held.
-    * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard,
-      without a collective over its axes between: `optax.lamb`, or clipping by a norm, on shards.
-      An update is the term `u` of an output `w + u` that has the spec of the argument `w`. The lint
-      follows the values that elementwise operations connect to it. It finds their reductions to one
-      number, and in optax's own lines also reductions of single dims.
+    * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with
+      no collective over the shard's axes on the way. Examples are `optax.lamb` and clipping by a
+      norm, on shards. An update is the term `u` of an output `w + u` that has the spec of the
+      argument `w`. The lint follows the values that elementwise operations connect to it. It finds
+      their reductions to one number, and in optax's own lines also reductions of single dims.
     * `shards-summed`: a sum, over an axis that splits such a `w`, of a part of its update that was
       made by a product, a reduction or a loop, as gradients are. It adds different shards.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by a norm, or a
@@ -63,13 +63,13 @@ def program(
     * `parts-of-a-split-dim`: slices of such a dim that are joined with each other. Examples are a
       fused matrix that is split by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If
       shapes do not fit and a placed cell is split by rows, this is the only finding.
-    * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim:
-      dropout with one mask per block.
-    * `counted-on-a-device`: a value made of 0, 1, 2, ... on each device meets a split dim:
+    * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim,
+      as in dropout with the same mask for the units of every device.
+    * `counted-on-a-device`: a value made of 0, 1, 2, ... on each device meets a split dim, such as
       positions of split tokens, or slopes of split heads. Masks, which compare two counts, are
       accepted.
-    * `added-before-the-sum`: a bias, or a residual, added on each device to a term of a sum over
-      them.
+    * `added-before-the-sum`: a bias, or a residual, that each device adds to its term of a sum over
+      devices.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
       their tokens in another order, such as `context.zigzag`. It is found only if the arguments are
       arrays, and the targets are the inputs, one token later.

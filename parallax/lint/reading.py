@@ -2,10 +2,10 @@
 mistakes are noted. A loop's body is followed again until the facts of its carries no longer change.
 
 A `Flat` program is a list of operations (`Node`s), whose values are numbered. A `Value` has the
-facts of one value: `differs`, the axes along which it differs between devices; `trip`, the depth of
-the innermost loop that changes it; `parts`, the sums and carries of a loop that it is a linear
-function of; its `dims`; the `shard`, the argument whose elements it has. `sent` is the collective
-of a node, or None. A collective of this library is one equation, whose jaxpr `ours` returns.
+facts of one value. `differs` are the axes along which it differs between devices. `trip` is the
+depth of the innermost loop that changes it. `parts` are the sums and carries of a loop that it is a
+linear function of. `shard` is the argument whose elements it has. `sent` is the collective of a
+node, or None. A collective of this library is one equation, whose jaxpr `ours` returns.
 """
 
 import contextlib

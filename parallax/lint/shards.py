@@ -165,9 +165,9 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the `shard` of a result, given that of an operand (`shard`): the argument whose
-        elements it has, and the axes that split its dims now. Returns None if it has no argument's
-        elements.
+        """Returns the `shard` of a result, given that of an operand (`shard`). It has the argument
+        whose elements the result has, and the axes that split the result's dims. Returns None if
+        the result does not keep the operand's elements.
         """
         if shard is None or (node.sent and node.sent.kind != "gather"):
             return None
@@ -288,8 +288,8 @@ class ShardMap:
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns the largest number of a batch's rows (examples) that a device has, among the
-        arguments of a program that differ along `axes`; 0 if none of them has rows.
+        """Returns the largest number of a batch's rows (examples) that a device has of any argument
+        that differs along `axes`. Returns 0 if no such argument has rows.
 
         `dim.rows` is whether a dim counts rows; its size is then their number.
         """

@@ -5,16 +5,16 @@ A dim is split if the spec of a trained argument splits it. The dims that a matr
 its place, such as hidden units and heads, are split too. So are the dims that the spec of a batch
 splits, except the first one, which counts the rows. A reduction over a split dim gives each device
 its own term, and the next operation should be a collective over the axis. Two operations before it
-are mistakes: the term meets the split dim again (as in a norm or a softmax), or a value that is the
-same on all devices is added to the term (a bias). Only values of the forward pass that have a dim
-of the batch's rows are checked; gradients and updates have the dims of weights.
+are mistakes. Either the term meets the split dim again, as in a norm or a softmax; or a value that
+is the same on all devices, such as a bias, is added to the term. Only values of the forward pass
+that have a dim of the batch's rows are checked; gradients and updates have the dims of weights.
 
-A `Dim` has the facts of a dim: `split`, the axes that split it; `within`, the same for an inner
-part of a split dim that a reshape cut; whether it counts the batch's `rows`; whether its elements
-were `drawn` at random, or made by counting on the device (`counted`); the slices (`parts`) of split
-dims that it is made of. A *term* is a device's part of a reduction over a split dim (`Term`). The
-rules, one for each kind of operation, take the facts of the operands (`inputs`) and return those of
-the results.
+A `Dim` has the facts of a dim. `split` are the axes that split it, and `within` those that split
+the dim of which a reshape made it an inner part. `rows` says whether it counts the batch's rows.
+`drawn` and `counted` say whether its elements were drawn at random, or made by counting on the
+device. `parts` are the slices of split dims that it is made of. A *term* is a device's part of a
+reduction over a split dim (`Term`). The rules, one for each kind of operation, take the facts of
+the operands (`inputs`) and return those of the results.
 """
 
 import functools
@@ -190,8 +190,8 @@ class _Operation:
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts of an array made by placing arrays of the same rank side by side; it is
-        a term of a sum over an axis if all of them are."""
+        """Returns the facts of an array made by placing arrays of the same rank side by side. If
+        all of them are terms of sums over an axis, so is the array."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -287,8 +287,8 @@ class _Operation:
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes an operand `value` with random numbers or counts that are the same on all devices,
-        if a dim of the result that they lie along is split. `dims` are those of the result. Each
+        """Notes random numbers or counts along a dim of an operand, `value`, if they are the same
+        on all devices and this dim of the result is split. `dims` are those of the result. Each
         device's part of the dim would get the same numbers.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
@@ -457,8 +457,9 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the dims and terms of a collective's result, from the facts of its operand (`value`)
-    and the shapes of the operand (`before`) and of the result (`after`).
+    """Returns the dims and terms of a collective's result, given the facts of its operand, `value`.
+
+    `before` is the shape of the operand, and `after` that of the result.
     """
     # A collective that adds or drops a dim is not followed.
     if value.dims is None or len(value.dims) != len(after):
@@ -475,8 +476,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, and that none of the values
-    `with_term` has: they were reduced over the dim, and now meet it again.
+    """Returns whether `value` has a dim that is split over `axis`, and none of the values
+    `with_term` has it. They were reduced over such a dim, and now meet it again.
     """
 
     def split_dims(value):

@@ -56,8 +56,8 @@ def split_by_sharding(tree: Any) -> Iterator[Finding]:
 
 
 def row_axes(spec: PartitionSpec, ndim: int) -> tuple[str, ...]:
-    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims; none if
-    the spec is too short to reach the rows, the last dim but one."""
+    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims."""
+    # A shorter spec has no entry for the rows, the last dim but one.
     return entry_axes(spec[ndim - 2]) if len(spec) >= ndim - 1 else ()
 
 

@@ -128,8 +128,8 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
 
 
 def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, computed from `dims`, those of the result `value`; None if
-    the operand does not hold the elements of the result.
+    """Returns the dims of an operand, computed from `dims`, those of the result `value`. Returns
+    None if the operand does not hold the elements of the result.
     """
     # Carries and sums over devices keep the shape and the split; stacked results have another
     # shape.
