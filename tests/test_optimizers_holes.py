@@ -287,7 +287,7 @@ def test_a_rate_by_the_shape_is_right_where_specs_tell_that_the_dim_is_whole():
     assert_close(
         on_shards(WAYS["tensor"], by_rows, columns)[""][0], on_one_device(by_rows)[""][0], EXACT
     )
-    assert "Of head, which is split" in refusal(WAYS["tensor"], by_rows, SPECS["tensor"])
+    assert "head is split" in refusal(WAYS["tensor"], by_rows, SPECS["tensor"])
     by_columns = {"": HOLES["a rate by the shape"]}
     untold = [refusal(WAYS["tensor"], each, columns, told=False) for each in (by_rows, by_columns)]
     for message in (*untold, refusal(WAYS["tensor"], by_rows, SPECS["tensor"])):

@@ -80,7 +80,7 @@ def accumulated(
 
     Raises:
         ValueError: the leaves' first dims differ, or do not divide by `microbatches`; or `grad` is
-            `clipped`.
+            `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -111,7 +111,8 @@ def accumulated(
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
 
-        # The scan begins with sums of zero, and only a trace of `grad` gives their shapes.
+        # The scan begins with sums of zero, in float32 or wider, and only a trace of `grad` gives
+        # their shapes. Without a record of taps, `recording.numbered` gives no numbers but None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -178,9 +179,9 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
-        number = floating(path, leaf)
-        return differs_along.all_mean(number.astype(accumulation_dtype(number.dtype))).astype(
-            number.dtype
+        floats = floating(path, leaf)
+        return differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype))).astype(
+            floats.dtype
         )
 
     return jax.tree.map_with_path(mean, aux)
@@ -364,12 +365,12 @@ def local_gradients(
     Raises:
         ValueError: as `averaged` does.
     """
-    types.check_typed()
+    types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
     # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits leaves with different
     # numbers of rows.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
-    shares = _shares(params, names)
+    shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
     if unclear := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
             f"A gradient function over {unclear} is inside another one over the same axis. Some of "
@@ -495,6 +496,7 @@ class _Program:
         unless it depends on no argument that varies there.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
+        # One for each argument of the program: the parameters come first.
         is_data = [False] * len(params) + [True] * len(batch)
         # The uses of each argument by the first result, the loss. `reached` says whether the loss
         # depends on the argument, and `unsent` whether the argument is combined with data before a
@@ -512,6 +514,7 @@ class _Program:
                     "split, as over layers, spare it: rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
+        # Whether each argument varies along the axis and the loss depends on it.
         reaches = (
             name in varying_axes(leaf) and used
             for leaf, used in zip(leaves, uses.reached, strict=True)

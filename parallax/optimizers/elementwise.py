@@ -73,7 +73,7 @@ def checked(
     # shapes, such as by `lower` and by `eval_shape`, and its optimizer is checked once.
     decided = set()
 
-    # The axes that split an array, as the optimizer sees it.
+    # The axes that split an array for the optimizer.
     def axes(x):
         return split_over(jax.typeof(x)) - set(gathered)
 
@@ -82,8 +82,8 @@ def checked(
         passed the check already."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
-        # The result of the check depends only on the mesh and on these types, which also say along
-        # which axes an array differs.
+        # The result of the check depends only on the mesh, on the structure and on these types,
+        # which also say along which axes an array varies.
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
         device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
@@ -151,7 +151,7 @@ class _Update:
         at: str,
     ):
         """Reads the leaves and the owners of the state's arrays from the arguments, which are
-        (gradients, state, parameters)."""
+        (gradients, state, parameters that have a gradient)."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -164,7 +164,8 @@ class _Update:
         """Returns the leaf with its split axes, from the types, and its whole shape, from the
         specs."""
         axes, ndim = self.axes(weight), np.ndim(weight)
-        # A spec may have fewer entries than the array has dims.
+        # By dim: the axes that split it, by the spec, and along which the parameter varies. A spec
+        # may have fewer entries than the array has dims.
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
@@ -194,7 +195,7 @@ class _Update:
         arguments = self.of_any_size()  # (gradients, state, parameters), as `self.arguments`
         try:
             program = jax.make_jaxpr(self.update)(*arguments)
-        # Any exception: an operation that fails on an unknown size may work on a known one.
+        # JAX raises errors of many types for an operation that needs a known size.
         except Exception as error:
             # If the update fails on the shard's own shapes too, that error is raised instead: it is
             # not about sizes.
@@ -240,6 +241,7 @@ class _Update:
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
 
+        # Only moments are split, as their leaf.
         def resized_state(x, owner):
             return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
 
@@ -263,7 +265,7 @@ class _Update:
         # A single number, such as a step count, may be combined with all elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
-        # The state of a split leaf must have the leaf's shape, so that it is split alike.
+        # The state of a split leaf must have the shape of the gradient, so that it is split alike.
         if owner is not None and self.leaves[owner].split:
             if self.is_moment(x, owner):
                 return of_leaf(owner)
@@ -284,7 +286,7 @@ class _Update:
         for i, (value, owner) in enumerate(zip(results, owners, strict=False)):
             if value.mixes:
                 self.refuse(value.mixes, owner)
-            # A wrapper such as `optimizers.whole` has already checked the leaves of this result.
+            # A wrapper such as `optimizers.whole` marked this result, after a check of its own.
             if RIGHT in value.leaves:
                 continue
             sources = value.leaves - {WHOLE}
@@ -319,8 +321,8 @@ class _Update:
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
         raise UnfitOptimizer(
-            f"{self.at}: each device updates its shards alone, and {fault}. Of {leaf.name}, which "
-            f"is split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
+            f"{self.at}: each device updates its shards alone, and {fault}. {leaf.name} is "
+            f"split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
             f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
             "matrices, each on one device. If the optimizer joins the shards itself, wrap it "
             "in optimizers.on_shards."
@@ -331,15 +333,17 @@ class _Update:
         the shapes of shards; otherwise returns, and the caller raises `error` itself."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
-        moments = [(paths[owner], x) for owner, x in of_leaves if owner is not None]
-        # A leaf may be frozen in only one of the two: the gradients or the optimizer's state.
+        # Each array of the state that belongs to a leaf, with the leaf's path.
+        arrays_of_leaves = [(paths[owner], x) for owner, x in of_leaves if owner is not None]
+        # A leaf may be missing in only one of the two: the gradients or the optimizer's state.
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
-        with_state = {path for path, _ in moments}
+        with_state = {path for path, _ in arrays_of_leaves}
         if with_state and with_state != set(with_gradient):
             raise UnfitOptimizer(self.other_leaves(params, with_state)) from error
         # Other errors are the optimizer's own.
         if not _is_about_shapes(error):
             return
+        # A share of a gradient met a whole parameter.
         for leaf in self.leaves:
             if not leaf.is_shard:
                 raise UnfitOptimizer(
@@ -349,7 +353,8 @@ class _Update:
                     "specs) or ZeRO.optimizer, and give step.init the rule of the shares as "
                     "optimizer_rule."
                 ) from error
-        for path, x in moments:
+        # The state is that of whole leaves, or has shapes of its own.
+        for path, x in arrays_of_leaves:
             leaf = with_gradient[path]
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:
                 raise UnfitOptimizer(
@@ -386,7 +391,7 @@ class _Update:
         if not split:
             return message
         return (
-            f"{message} Or, if the optimizer chooses leaves by their size, which is another on a "
+            f"{message} Or, if the optimizer chooses leaves by their size, which differs on a "
             f"shard along {_spelt(split)}, wrap it in optimizers.whole(optimizer, {_spelt(split)}, "
             "specs)."
         )
@@ -397,8 +402,8 @@ def _shapes(tree: PyTree) -> list[Any]:
 
 
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
-    """Returns, for each array of an optimizer's state, the index in `paths` of the parameter that
-    it belongs to, or None."""
+    """Returns, for each array of an optimizer's state, the index in `paths` of the parameter to
+    which it belongs, or None."""
     return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
