@@ -217,7 +217,8 @@ class _Owners(NamedTuple):
         """Returns the state of all groups: inside a map over `axis`, for the layers of this device;
         outside, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
-        # `rules.optimizer_specs` checks the axes of a state that is made outside a map.
+        # The axes of the maps around this code must have those of the optimizer. Outside a map,
+        # `rules.optimizer_specs` checks them.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
         # Only inside a map over the axis are the parameters shares.
@@ -237,15 +238,15 @@ class _Owners(NamedTuple):
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
         """Returns this device's share of the updates, and the new state.
 
-        `updates` are gradients, whole or shares, and `weights` the parameters that have one.
+        `updates` are gradients, whole or shares, and `weights` the parameters that have a gradient.
         """
         ways = jax.tree.map_with_path(self.way, weights)
         whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
         one_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
-        # One group at a time: leaves with different numbers of layers cannot go through one
-        # `jax.vmap`.
+        # One group at a time, with its state `old`: leaves with different numbers of layers cannot
+        # go through one `jax.vmap`.
         for (layers, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
             members, lead = _only(whole_weights, paths), len(layers)
             if self.apart:
@@ -262,8 +263,9 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns the splits along which `x` is a share. These are the splits of `weight`, or all
-    splits for a gradient of ZeRO-1, whose `weight` is whole."""
+    """Returns those of a leaf's `splits` along which `x`, its gradient or parameter, is a share:
+    all for a gradient of ZeRO-1, whose `weight` is whole, else those along which `weight` is split.
+    """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
         return splits
@@ -296,8 +298,9 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
         return shards.take(x, splits)
     layers = way.lead - 1  # the last dim of layers
     x = shards.gather(x, way.inner)
-    # In reverse: the split that was made last is undone first. Along an axis where `weight` is
-    # whole, the layers are gathered; a split matrix dim is restored; split layers stay.
+    # In reverse order: the last step of `_to_owner` is undone first. Where `weight` is whole, the
+    # layers are gathered. Where a matrix dim is split, layers are exchanged for shares of it. Split
+    # layers stay.
     for split in reversed(way.splits):
         if split not in splits:
             x = shards.gather(x, [Split(layers, split.axis)])
@@ -367,12 +370,13 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "ones in every layer. Use optimizers.whole, which draws them for whole leaves, as "
             "one device does."
         )
-    # The gradient, the parameter and the state of a leaf count as one source.
+    # The gradient, the parameter and the state of a leaf count as one source. Elements of one leaf
+    # may be combined, so only the leaves of a result count, not `mixes`.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
-        others = sorted(value.leaves - {owner, WHOLE, RIGHT})
+        others = sorted(value.leaves - {owner, WHOLE, RIGHT})  # the message names at most two
         if others:
             names = " and ".join(
                 repr(trees.dotted(paths[source]) or "the parameter") for source in others[:2]

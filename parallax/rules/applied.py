@@ -43,10 +43,10 @@ def specs(
 ) -> Specs:
     """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
-    It has the structure of `tree`, with None for leaves that are no arrays. Arrays may be
-    `jax.ShapeDtypeStruct`s, so `tree` can come from `eqx.filter_eval_shape`. The result serves as
+    The result has the structure of `tree`, with None for leaves that are no arrays. It serves as
     the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has separated them
-    from the other leaves.
+    from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
+    `eqx.filter_eval_shape`.
 
     Without a mesh, errors that depend on its axes and sizes are not found.
 
@@ -88,13 +88,13 @@ def audit(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Audit:
-    """Returns the valid specs of `tree`, and all errors that `specs` would raise, in its order."""
+    """Returns the valid specs of `tree`, and all errors of which `specs` would raise the first."""
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
-    # Each `fsdp` that is around the rule of some leaf must have the size of its mesh axis.
+    # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
         for wrapper in {
-            # By identity: an `fsdp` that is used twice gives one error, and needs no hash.
+            # By identity, so that an `fsdp` that is used twice gives one error, and needs no hash.
             id(wrapper): wrapper
             for p in placements
             for wrapper in p.wrappers
@@ -141,7 +141,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
-    # leaf is found. `taken` has the placements by the leaf's number in `arrays`.
+    # leaf is found. `taken` has the placements by the leaf's number in `arrays`. In a tree without
+    # arrays no rule counts as idle.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
     unplaced = set()  # the numbers of leaves for which a rule gave neither a spec nor None
@@ -186,8 +187,9 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
 def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
-    """Returns the placement of a leaf: the spec `given` by its rule, and the spec and the reasons
-    after all `fsdp`s around it."""
+    """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
+    around that rule, and what each of these did. A leaf of an expert is `visited`: the tokens of
+    all replicas are sent to it."""
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
