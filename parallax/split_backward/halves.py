@@ -9,9 +9,9 @@ stacks the values that the second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
 `made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
-only in W. A trip is one iteration of a scan. A place is the index
-of an equation in a jaxpr. `values` maps each variable to its value. A barrier is an
-`optimization_barrier`, whose result i is operand i. `flat` inlines the calls of a program.
+only in W. A trip is one iteration of a scan. A place is the index of an equation in a jaxpr.
+`values` maps each variable to its value. A barrier is an `optimization_barrier`, whose result i is
+operand i. `flat` inlines the calls of a program.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
 traced program, by dead-code elimination, is ours.
@@ -342,6 +342,7 @@ def _cut(
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
     first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
+    # The second half gets the `made` arguments that it reads as handed arrays.
     arguments = set(jaxpr.invars)
     return Cut(
         program,
@@ -440,7 +441,7 @@ def _chosen(
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _acts(step.eqn)):
             continue
-        # Used for a barrier only, whose result i is operand i: any other equation runs whole.
+        # For a barrier, whose result i is operand i; any other equation runs whole.
         places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
         chosen.append(step._replace(places=places))
         needed = needed | set(chosen[-1].reads(half))
