@@ -350,7 +350,7 @@ def part_specs(
                 raise ValueError(
                     f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, "
                     f"which is looped over, is split over {axis!r} by {spec}, so each device would "
-                    "run some of the layers. Spare it: rules.fsdp(..., "
+                    "run only some of the layers. Keep it whole: rules.fsdp(..., "
                     f"keep={{'blocks.**': {tuple(range(loops))}}})."
                 )
             return PartitionSpec(*spec[count:])
@@ -521,9 +521,9 @@ class ZeRO:
             if shape != needed:
                 raise ValueError(
                     f"ZeRO.{name}: in stage {self.stage} a device has {needed} of "
-                    f"{path or 'the parameter'}, {wholes[path]} as a whole, by {specs[path]}; got "
-                    f"{shape}. Give step.init this object's rule, ZeRO.rule, and run the step on "
-                    f"its mesh, {dict(self.mesh.shape)}."
+                    f"{path or 'the parameter'}, whose whole shape is {wholes[path]}, by "
+                    f"{specs[path]}; got {shape}. Give step.init this object's rule, ZeRO.rule, "
+                    f"and run the step on its mesh, {dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):

@@ -185,7 +185,7 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "divide by the 8 devices that own some each. Use optimizers.whole, or other axes."
+        "divide by 8, the number of their owners. Use optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)
@@ -222,7 +222,7 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
 @pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
 def test_by_matrix_refuses_what_draws_noise(noise):
     assert_refused_by_matrix(
-        "optimizers.by_matrix: this optimizer draws random numbers, which would be the same ones "
+        "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
         "in every layer. Use optimizers.whole, which draws them for whole leaves, as one device "
         "does.",
         WRAPPED[noise],

@@ -250,7 +250,7 @@ def taken(parts: list, found: lint.Finding) -> list:
         None,
     )
     if (
-        "all leaves have this dim split there" in found.cure
+        "all leaves are split alike in this dim" in found.cure
     ):  # other sizes are advised, which this tree does not take
         return [rules.match(found.where, P()), *parts]
     if where is None:

@@ -171,8 +171,8 @@ FORGOTTEN = {
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
-        "in stage 1 a device has (8, 8) of layers.0.linear.weight, (16, 8) as a whole, by "
-        "P('tensor',); got",
+        "in stage 1 a device has (8, 8) of layers.0.linear.weight, whose whole shape is (16, 8), "
+        "by P('tensor',); got",
     ),
     "the rule of the split layers": (
         1,

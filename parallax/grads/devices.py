@@ -148,7 +148,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
         rows[name] = leaf.shape[0]
     _check_equal_rows(
         rows,
-        "A batch is cut into parts by rows, so all leaves need the same number. Move a leaf "
+        "A batch is cut into parts by rows, so all leaves need equally many rows. Move a leaf "
         "without rows, such as a weight for each class, to the parameters, or let the loss close "
         "over it.",
     )
@@ -510,8 +510,8 @@ class _Program:
                     f"differs along {name!r} as a share does, and the loss uses it as if it were "
                     "whole, so each device would train another model. Wrap the loss, or the block "
                     f"that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). Where a loop runs over the dim that is "
-                    "split, as over layers, spare it: rules.fsdp(..., keep={'blocks.**': (0,)})."
+                    "replicate the parameter with P(). If a loop runs over the split dim, as "
+                    "over layers, keep that dim whole: rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
         # Whether each argument varies along the axis and the loss depends on it.
@@ -522,8 +522,8 @@ class _Program:
         if may_be_reduced and any(reaches):
             raise ValueError(
                 f"The loss is the same along {name!r}, so it was reduced over it already, by "
-                "lax.pmean or the like, and averaging over that axis would divide its gradients "
-                "once more. Return each device's own loss. If every device computes the whole "
+                "lax.pmean or the like, and averaging over that axis would divide its gradients a "
+                "second time. Return each device's own loss. If every device computes the whole "
                 f"loss, use grads.summed(grad, {name!r})."
             )
 

@@ -107,8 +107,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         # `declared` has the axes over which a gradient function around this call will reduce.
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
-                f"A norm is taken inside a function that reduces over {unreduced}, of the "
-                "gradients of one device, as if they were shards. Clip outside it: "
+                f"A norm is taken inside a function that reduces over {unreduced}, so it would "
+                "treat each device's gradients as shards of larger ones. Clip outside it: "
                 "grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))

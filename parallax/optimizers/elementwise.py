@@ -359,8 +359,8 @@ class _Update:
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:
                 raise UnfitOptimizer(
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
-                    f"{leaf.name}, of which a device updates {np.shape(leaf.gradient)}. If it is "
-                    "that of whole parameters, give step.init the rule of the shares, "
+                    f"{leaf.name}, of which a device updates {np.shape(leaf.gradient)}. If this "
+                    "is the state of whole parameters, give step.init the rule of the shares, "
                     "optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the "
                     "state by this optimizer's own init inside the map. An optimizer that keeps "
                     "other shapes than its leaves' needs optimizers.whole(optimizer, "

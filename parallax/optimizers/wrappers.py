@@ -350,8 +350,8 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
     if shape[layers] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
-            f"{layers} of {shape}), which must divide by the {owners} devices that own some each. "
-            "Use optimizers.whole, or other axes."
+            f"{layers} of {shape}), which must divide by {owners}, the number of their owners. Use "
+            "optimizers.whole, or other axes."
         )
 
 
@@ -367,8 +367,8 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     ):
         raise ValueError(
             "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
-            "ones in every layer. Use optimizers.whole, which draws them for whole leaves, as "
-            "one device does."
+            "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
+            "device does."
         )
     # The gradient, the parameter and the state of a leaf count as one source. Elements of one leaf
     # may be combined, so only the leaves of a result count, not `mixes`.

@@ -141,8 +141,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
         raise ValueError(
             f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
             f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
-            f"{jax.tree.structure(specs)}; pass what rules.specs(tree, rule) gives for this very "
-            "tree."
+            f"{jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
+            "same tree."
         )
 
 

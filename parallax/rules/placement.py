@@ -199,8 +199,8 @@ def _sizes_refused(
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
                 cure = (
-                    f"all leaves have this dim split there: make it {more}, a multiple of {size}, "
-                    "or the mesh axis smaller"
+                    f"all leaves are split alike in this dim: make it {more}, a multiple of "
+                    f"{size}, or make the mesh axis smaller"
                 )
             yield Refusal("does-not-divide", p.path, what, cure)
 
