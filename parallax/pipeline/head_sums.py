@@ -95,6 +95,7 @@ class _Sums(jaxprs.FollowingAlong):
             return Terms()
         if all(operand.is_number for operand in operands) and _is_local(eqn):
             joined = self._number(eqn, operands, aval)
+        # A choice by the stage's index.
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
         # A factor that is zero on all early stages, such as `index == last`, removes their terms.
@@ -105,8 +106,8 @@ class _Sums(jaxprs.FollowingAlong):
         return joined if differs else joined._replace(early=False)
 
     def loop(self, body, constants, carry, sliced):
-        """Returns the terms of a loop's results. Inside the loop a number may change in each
-        iteration, so the numbers that enter and leave the loop become unknown."""
+        """Returns the terms of a loop's results. A number of the carry, of a slice or of a result
+        may change in each iteration, so these numbers become unknown; constants stay known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -122,9 +123,9 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation whose operands depend on no argument. The values of the
-        result are known only if it has at most `SMALL` elements, and those of all operands are
-        known."""
+        """Returns the terms of an equation whose operands depend on no argument. The result's
+        values are known, and computed when asked for, if there are at most `SMALL` of them and the
+        values of all operands are known."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None

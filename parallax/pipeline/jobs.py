@@ -11,9 +11,11 @@ job, and `row.saved` and `row.deferred` give slots in the same way. The executor
 which is `True` itself if only real jobs run.
 
 From `Programs`, `Jobs` has the traced functions (`programs`, by name), the parameters (`params`),
-an activation as zeros (`x`), the number of this stage (`index`), and functions for the arguments of
-a job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a microbatch) and
-`finished` (the head's). `ends` are the parameters that are not in the blocks.
+an activation as zeros (`x`), the number of this stage (`index`), the types of the arrays in slots
+(`saved` of F, `deferred` of I), zeros of the stage's own term of the loss and `aux` (`terms`), that
+term's cotangent (`seed`), and functions for the arguments of a job: `task`, `known` (the arrays to
+differentiate, and the rest), `rows` (of a microbatch) and `finished` (the head's). `ends` are the
+parameters that are not in the blocks.
 """
 
 import copy
@@ -177,7 +179,7 @@ class Jobs(Programs):
         # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss.
         # The gradients that `seed` adds on an idle stage are masked in `_with_gradients`.
         ct = masked(task.valid, ct), self.seed
-        # The results are the gradients, or, of I, the arrays that W needs.
+        # The results of B are the gradients; those of I (`in_halves`) are the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
@@ -211,6 +213,7 @@ class Jobs(Programs):
         """
         microbatch = row.jobs["head"]
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
+        # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True`: the loss is masked already, inside the program.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)

@@ -287,7 +287,7 @@ def stored(
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
-            leading = [  # of each leaf of the model, None for one that is not in the blocks
+            leading = [  # the first dims of each array in the blocks, None for the model's others
                 x.shape[:dims] if is_block and mesh.is_array(x) else None
                 for (_, x), is_block in zip(named, jax.tree.leaves(in_blocks), strict=True)
             ]
@@ -305,4 +305,5 @@ def stored(
 
         return converted
 
+    # The functions of a state on its way to the disk, and back.
     return trees.DiskForm(on_blocks(to_disk, 2), on_blocks(from_disk, 1))

@@ -96,7 +96,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends the activation to the next stage; no other lane of the tick waits for this message."""
+    """Sends the activation to the next stage, and drops `y`, which the carry has only within a
+    tick. No other lane of the tick waits for this message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
     # run the collectives of a loop in one order.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))

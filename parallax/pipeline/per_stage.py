@@ -183,9 +183,9 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     """Returns the carry after a part if it runs in this tick, as a loop of one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
-    carry in place. The name of the loop says in how many of the ticks the part runs, for readers of
-    the compiled program. Each stage runs a job in the same number of ticks, so the first column of
-    `table` gives this number.
+    carry in place. The loop's name, from `counted_scope`, says in how many of the ticks the part
+    runs, for readers of the compiled program. Each stage runs a job in the same number of ticks, so
+    the first column of `table` gives this number.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -196,7 +196,7 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     def body(trip, carry):
         # The loop index, always 0, is added to the row. Otherwise XLA would compute before the loop
         # all that does not depend on the loop, even if no iteration runs.
-        return part(jobs, carry, jax.tree.map(lambda column: column + trip, row))
+        return part(jobs, carry, jax.tree.map(lambda numbers: numbers + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
@@ -219,8 +219,6 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
     them run another job.
     """
-    # A device that runs another job never reaches a collective over the stages: the rest would wait
-    # forever.
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
         axes = ", ".join(map(repr, along))
@@ -232,6 +230,8 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         cure = (
             "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
         )
+        # A device that runs another job never reaches this collective, and the others would wait
+        # for it forever.
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}, with stages that run something else. Do it in "
@@ -251,7 +251,8 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm
-        # is traced here: a ring sends by `ppermute`, and `lax` by `psum`.
+        # is traced here: a ring sends by `ppermute`, and `lax` by `psum`. The mesh is None, since
+        # this code runs inside the map already.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:

@@ -243,7 +243,8 @@ class Programs:
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
-        # Each stage has blocks of its own, so embed and head, which run on all, must not read any.
+        # Each stage has blocks of its own, so embed and head, which run on all stages, must not
+        # read any. `used` says of each array whether the results depend on it.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -256,9 +257,10 @@ class Programs:
         def embed(params, rows, microbatch):
             with recording.at(microbatch=microbatch):
                 x = self.functions.embed(params.whole(), rows)
+            # Later activations differ between stages, and all must have the same type.
             return varying(jax.tree.map(jnp.asarray, x), self.axis.names)
 
-        zero = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros((), jnp.int32)  # any microbatch: in a trace only types matter
         self._embed = self._traced("embed", embed, self.params, self.rows(zero), zero)
         checks.activation(self._embed.out)
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
@@ -304,11 +306,11 @@ class Programs:
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.whole(), y, rows))
 
-        self.counts: Counts = self.last
+        self.counts: Counts = self.last  # unless the stages share the head, see below
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # A loss that is the same on all stages was computed by them together, so it counts on all.
-        # `out[0]` is its type.
+        # A loss that is the same on all stages was computed by the stages together, so it counts on
+        # all. `out[0]` is the loss's type.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, self.axis)
@@ -324,6 +326,8 @@ class Programs:
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)
         moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
+        # Each stage has its own term of the loss, so the term is typed as varying, also if it is a
+        # constant.
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:

@@ -19,7 +19,8 @@ Numbers = Any  # integers with a first dim of ticks; inside the loop, of one tic
 
 
 class Row(NamedTuple):
-    """The jobs, the slots and the messages of a tick: `[ticks, stages]`.
+    """The jobs, the slots and the messages of all ticks: arrays `[ticks, stages]`. Inside the loop
+    over the ticks they are those of one tick, `[stages]`.
 
     Attributes:
         jobs: by lane, microbatch * v + chunk, or -1 for no job. Three parts that all stages run

@@ -103,7 +103,8 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 
 
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
-    """Refuses a function that reads a trained parameter, or a value computed from one, by closure.
+    """Refuses with `Misused` a function that reads by closure a trained parameter, or a value
+    computed from one.
 
     `outside` are the constants of the function's program, and `params` the trees of trained
     parameters.
