@@ -217,7 +217,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             raise ValueError(
                 f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its "
                 "gradient is the same there, so the gradients of different shards were summed. "
-                "Reduce it along the axes alone along which the parameter is the same, as "
+                "Reduce it only along the axes along which the parameter is the same, as "
                 "grads.averaged and grads.summed do."
             )
 
@@ -237,8 +237,9 @@ def _check_own(loss: Array, state: State) -> None:
     ]
     if local:
         raise ValueError(
-            f"step.make: the loss differs along {local}, so it is that of one device's rows, and "
-            f"the model is the same there. Wrap the gradient function in {REDUCING} over that axis."
+            f"step.make: the loss differs along {local}, so each device has the loss of only its "
+            "own rows, although the model is the same there. Wrap the gradient function in "
+            f"{REDUCING} over that axis."
         )
 
 

@@ -480,8 +480,8 @@ def test_what_all_devices_must_run_at_once_is_refused():
     )
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
-        "Let jax.lax move the data there (pass 'tensor' for the axis), or take a schedule in "
-        "which the stages keep step"
+        "Let jax.lax move the data there (pass 'tensor' for the axis), or use a schedule that "
+        "runs in lockstep"
     )
     refused(
         ringed,

@@ -82,13 +82,13 @@ def closing(of):
 
 penalty = lambda params: jnp.sum(params["blocks"]["w"] ** 2)
 CURE = (
-    "Read it from stage's first argument, which has all parameters; what is not to be "
-    "differentiated, with jax.lax.stop_gradient there."
+    "Read it from stage's first argument, which has all parameters; to leave it "
+    "out of the gradient, use jax.lax.stop_gradient there."
 )
 ELSEWHERE = (
     "which is split over 'stage': each device has the blocks of its own stage there, and their "
-    "gradient would be missing. What depends on them goes into the stage, which may add a term to "
-    "the loss: return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
+    "gradient would be missing. Move the code that reads them into the stage, which may add a term "
+    "to the loss: return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
     "use does not belong in the blocks."
 )
 MISUSES = {
@@ -382,8 +382,9 @@ def test_a_head_that_some_stages_share_is_refused():
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
-            "A table of layers has 0 for chunk 0 of stage 1, and no stage may be without a "
-            "layer: all run the same program. Give it one of another's, or take fewer stages.",
+            "A table of layers has 0 for chunk 0 of stage 1, and each chunk needs at least one "
+            "layer, since all stages run the same program. Give it a layer of another chunk, or "
+            "use fewer stages.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
@@ -397,9 +398,9 @@ def test_a_head_that_some_stages_share_is_refused():
         ),
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
-            "pipeline.unpad_layers: the table is of blocks [1, 4, ...], and an array of the "
+            "pipeline.unpad_layers: the table is for blocks [1, 4, ...], and an array of the "
             "blocks has shape (1, 3, 2). Pass the whole model, outside of mesh.spmd, and the "
-            "table that it was padded by.",
+            "table that padded it.",
         ),
     ],
 )

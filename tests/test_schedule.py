@@ -700,7 +700,7 @@ FILES = {
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
         "{path}: The file has B, which is I and W together, beside I or W. Write I and W "
-        "everywhere, or B.",
+        "in the whole file, or B in the whole file.",
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",

@@ -90,9 +90,9 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
         order of the model."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
-                f"pipeline.unpad_layers: the table is of blocks [{chunks}, {stages * longest}, "
+                f"pipeline.unpad_layers: the table is for blocks [{chunks}, {stages * longest}, "
                 f"...], and an array of the blocks has shape {w.shape}. Pass the whole model, "
-                "outside of mesh.spmd, and the table that it was padded by."
+                "outside of mesh.spmd, and the table that padded it."
             )
         return w.reshape(-1, *w.shape[2:])[real]
 
@@ -160,8 +160,8 @@ def checked(table: Layers) -> Layers:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
         raise ValueError(
             f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and "
-            "no stage may be without a layer: all run the same program. Give it one of another's, "
-            "or take fewer stages."
+            "each chunk needs at least one layer, since all stages run the same program. Give it a "
+            "layer of another chunk, or use fewer stages."
         )
     return table
 

@@ -227,15 +227,13 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
             f"each stage has a job of its own in a tick, and {name} runs {eqn.primitive.name} over "
             f"{axes} ({line})"
         )
-        cure = (
-            "take a schedule in which the stages keep step, such as schedule.one_f_one_b_lockstep"
-        )
+        cure = "use a schedule that runs in lockstep, such as schedule.one_f_one_b_lockstep"
         # A device that runs another job never reaches this collective, and the others would wait
         # for it forever.
         if crosses:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, with stages that run something else. Do it in "
-                f"embed or head, or {cure}."
+                f"pipeline: in this schedule {runs}, with stages that run something else. Move "
+                f"this collective into embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(

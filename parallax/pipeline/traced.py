@@ -128,8 +128,8 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
             sources[source] or "the parameters",
             f"{name} uses {made_of}{parameter} by closure, so that part of the gradient would be "
             "missing.",
-            f"Read it from {name}'s first argument, which has all parameters; what is not to be "
-            "differentiated, with jax.lax.stop_gradient there.",
+            f"Read it from {name}'s first argument, which has all parameters; to leave it out of "
+            "the gradient, use jax.lax.stop_gradient there.",
         )
 
 
@@ -171,7 +171,7 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
                 f"{axis_name!r}: each device has the blocks of its own stage there, and their "
                 "gradient would be missing.",
-                "What depends on them goes into the stage, which may add a term to the loss: "
+                "Move the code that reads them into the stage, which may add a term to the loss: "
                 "return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
                 "use does not belong in the blocks.",
             )

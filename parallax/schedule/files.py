@@ -110,8 +110,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     letters = {letter for row in rows for cell in row[1:] for letter in cell}
     if "B" in letters and letters & {"I", "W"}:
         raise ValueError(
-            "The file has B, which is I and W together, beside I or W. Write I and W everywhere, "
-            "or B."
+            "The file has B, which is I and W together, beside I or W. Write I and W in the "
+            "whole file, or B in the whole file."
         )
     # The jobs name their places, so a file needs no line for the placement.
     placement = _placement(of_stages)
