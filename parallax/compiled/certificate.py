@@ -5,11 +5,11 @@
     predicted = {"data": cost.of(ring.all_reduce, nbytes, n)}
     print(*certificate.differences(entries, predicted), sep="\\n")
 
-A loop's body counts once for each trip. XLA numbers the devices; the mesh says along which axes a
-group of them lies. In a *chain* each collective waits for the one before it; its length is counted
-in `hops`. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
-yields the collectives of a program, each with its number of runs (`times`); the `ops` of a
-collective are the arrays that it returns.
+A loop's body counts once for each trip. XLA numbers the devices; the mesh tells along which axes a
+group of devices lies. In a *chain* each collective waits for the one before it; its length is
+counted in `hops`. A *computation* is a list of instructions with a name, such as a loop's body.
+`hlo.runs` yields the collectives of a program, each with its number of runs (`times`); the `ops` of
+a collective are the arrays that it returns.
 """
 
 import functools
@@ -130,7 +130,7 @@ def differences(
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
     """Returns the differences between the program's entries and the predicted entries, a sentence
-    each. An entry that only one of the two has is a difference."""
+    each. An entry that is in only one of the two lists is a difference."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []
@@ -144,14 +144,14 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
-    """Returns the attributes of an entry that are no numbers. The numbers of two entries are
+    """Returns the attributes of an entry that are not numbers. The numbers of two entries are
     compared if these attributes are equal."""
     return entry.kind, entry.axes, entry.conditional, entry.unbounded
 
 
 def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost]) -> list[str]:
     """Returns the differences between the program's entries and the bytes, or `Cost`, that were
-    predicted for each axis. Axes without a prediction must have no entries.
+    predicted for each axis. Entries along axes without a prediction are differences.
     """
     entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
@@ -275,7 +275,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns the larger count of each key: the union of counters takes the maximum."""
+    """Returns the largest count of each key. The union (`|`) of two counters takes the larger
+    count."""
     return functools.reduce(operator.or_, chains, Counter())
 
 

@@ -54,8 +54,8 @@ def instructions(
     costs, expensive = seconds.Costs(program, chip, cores), []
 
     def add_computation(name: str, times: int | Fraction) -> None:
-        """Adds the instructions of a computation that runs `times` times in a step to
-        `expensive`."""
+        """Adds to `expensive` the instructions of a computation that runs `times` times in a
+        step."""
         for line in program[name]:
             # Only these are entered, all branches of a conditional. The time of a fusion includes
             # the time of the instructions in it.

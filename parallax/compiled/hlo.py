@@ -84,7 +84,7 @@ class Instruction(NamedTuple):
 
     @property
     def collective(self) -> str | None:
-        """The kind of collective, or None. The `-done` of an asynchronous collective is none."""
+        """The kind of collective, or None. The `-done` of an asynchronous collective gives None."""
         match = COLLECTIVE.match(self.opcode)
         return match[1] if match else None
 
@@ -266,13 +266,13 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Returns pairs of a loop that holds collectives and a later collective (or such a loop) that
-    may run before the loop has ended.
+    """Returns pairs of instructions: a loop that contains collectives, and a later collective, or
+    another such loop, that may run before the first loop has ended.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
     still run the loop. Collectives of the two can then meet in one rendezvous, and the process
-    aborts: "Id can't be larger than the number of participating threads". `cpu.sequence_after` lets
-    the later one wait for the loop.
+    aborts: "Id can't be larger than the number of participating threads". `cpu.sequence_after`
+    makes the later instruction wait for the loop.
     """
     program = module(compiled)
 
@@ -297,7 +297,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns the device numbers of `[4,2]<=[2,2,2]T(0,2,1)`, `[groups, devices]`.
+    """Returns the device numbers `[groups, devices]` of a text such as `[4,2]<=[2,2,2]T(0,2,1)`.
 
     The numbers 0, 1, ... fill the shape on the right, are transposed by T, and take the shape on
     the left. Without `<=` they fill the only shape, are transposed, and keep the transposed shape.
@@ -315,8 +315,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _named(text: str) -> np.ndarray:
-    """Returns the device numbers of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`,
-    `[groups, devices]`: groups along axes, or along parts of axes, of a mesh of the text's own.
+    """Returns the device numbers `[groups, devices]` of a text such as
+    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The groups lie along axes, or along
+    parts of axes, of a mesh that the text itself defines.
 
     `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2; `'a'`
     alone is the whole axis. Each axis is split into three dims: before, in and after that part. The

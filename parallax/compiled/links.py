@@ -97,8 +97,9 @@ def torus(
     coordinates: Sequence[Sequence[int]],
     groups: Sequence[int] | None = None,
 ) -> Machine:
-    """Returns the machine of TPUs at these coordinates, one for each device, in the slices `groups`
-    (by default one). Devices of a slice with equal coordinates are cores of one chip."""
+    """Returns the machine of TPUs at these coordinates, one for each device. `groups` has the
+    number of each device's slice; by default there is only one slice. Devices of a slice with equal
+    coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))

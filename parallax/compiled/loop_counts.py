@@ -1,8 +1,9 @@
 """Reads the trips of a compiled program's loops from their conditions. Programs for TPUs and GPUs
-do not state them otherwise.
+do not state the numbers elsewhere.
 
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
-each trip. This module follows both through copies, tuples and fusions back to their constants.
+each trip. This module follows the number and the bound through copies, tuples and fusions back to
+constants.
 
 In XLA's text (HLO), the condition and the body of a loop are computations (named lists of
 instructions) of their own, which the instruction `while` names. The state of a loop is a tuple: the
@@ -200,9 +201,9 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end. Trip t = 0, 1, ... runs if
-    `first + t * step`, the left side minus the right side, is below 0 ("LT"), at most 0 ("LE"), and
-    so on for all trips before it.
+    """Returns the number of trips of a loop; 0 if it would not end. The loop goes on as long as
+    `first + t * step`, the left side minus the right side in trip t = 0, 1, ..., is below 0 ("LT"),
+    at most 0 ("LE"), and so on.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):

@@ -60,8 +60,9 @@ def held(memory: Mapping[str, int], limit: float) -> str:
 
 
 def estimate(timeline: Timeline, peak: float | None = None) -> str:
-    """Returns the estimate of a replay as text: its seconds, those that messages add (*exposed*),
-    in all, at other speeds of the links and by axes, and the source lines with the longest waits.
+    """Returns the estimate of a replay as text: its seconds, and the seconds that messages add
+    (*exposed*), also at other speeds of the links. Then come the exposed seconds by axes, and the
+    source lines with the longest waits.
 
     Args:
         timeline: the replay.

@@ -1,11 +1,11 @@
 """The time of one instruction of an accelerator's program, without messages.
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
-bytes. Every other instruction, and every instruction on a GPU, takes its operations or its bytes
-over the chip's rates, whichever is longer. The bytes are those that it reads and writes: only those
-of the part, if an array is sliced or updated in place. `hardware.clock` is 0 except for TPUs.
-`hardware.reached` has two shares: that of the memory's rate, and that of the links' rate, which
-programs reach. A `line` is an instruction; `line.result` is the type of its result as text, such as
+bytes. Every other instruction, and every instruction on a GPU, takes the time of its operations or
+of its bytes at the chip's rates, whichever is longer. The bytes are those that it reads and writes:
+only those of the part, if an array is sliced or updated in place. `hardware.clock` is 0 except for
+TPUs. `hardware.reached` has the shares of the memory's rate and of the links' rate that programs
+reach. A `line` is an instruction; `line.result` is the type of its result as text, such as
 "f32[8,16]{1,0}", and `line.called` has the computations (named lists of instructions) that it runs.
 """
 
@@ -116,12 +116,13 @@ class Costs:
 
     def _written(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction writes: its result, or only the update if a fusion
-        updates an array in place. Other operands of an update are (array, update, ...)."""
+        updates an array in place."""
         # A start's result is a tuple (operands, results, ...).
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
         for inner in self._fused(line):
             if inner.opcode == "dynamic-update-slice":
+                # The operands are (array, update, ...).
                 size -= nbytes(inner.result) - self._size(inner.operands[1])
         return max(size, 0.0)
 

@@ -1,11 +1,11 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
-A program for several slices is written for one of them. A collective between slices is a pair of
-`send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted from one:
-`100003->200003` goes from device 3 of the first slice to device 3 of the second. This module
-replaces each pair by the collective that it stands for, over the devices of all slices, so that
-other modules need not know about slices. A `line` is an instruction. `partitions` is the number of
-devices of a slice.
+The text of a program for several slices describes one of them. A collective between slices is a
+pair of `send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted
+from one: `100003->200003` goes from device 3 of the first slice to device 3 of the second. This
+module replaces each pair by the collective that it stands for, over the devices of all slices, so
+that other modules need not know about slices. A `line` is an instruction. `partitions` is the
+number of devices of a slice.
 """
 
 import re
@@ -20,8 +20,8 @@ GRID = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 
 
 def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]]:
-    """Returns the computations, with each message between slices as a "collective-permute" or
-    "all-reduce".
+    """Returns the computations, in which each message between slices is replaced by a
+    "collective-permute" or an "all-reduce".
 
     Args:
         computations: the instructions of each computation.
@@ -65,8 +65,9 @@ def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
 
 
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
-    """Returns the start of a collective of this `kind` in place of the `recv` `line`. It also waits
-    for the `send` of the same rendezvous. `sends` has the names of sends by rendezvous."""
+    """Returns the start of a collective of this `kind`, made from its `recv` (`line`). The start
+    also waits for the `send` of the same rendezvous. `sends` has the names of sends by
+    rendezvous."""
     array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands
@@ -101,6 +102,6 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         )
     raise ValueError(
         f"This program has a collective between TPU slices that cannot be read: {kind} "
-        f"({line.name}). Permutes, as the package's rings send them, and lax.psum can be read. Use "
-        "ring(axis) along that axis."
+        f"({line.name}). Only permutes, which the package's rings send, and lax.psum can be read. "
+        "Use ring(axis) along that axis."
     )

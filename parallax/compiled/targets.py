@@ -129,7 +129,7 @@ def target(name: str) -> Target:
     parsed = NAME.match(name.strip().lower())
     if not parsed or parsed[2] not in CHIPS:
         raise ValueError(
-            f"targets.target needs a number of one of {', '.join(CHIPS)}; got {name!r}. "
+            f"targets.target needs a machine of one of {', '.join(CHIPS)}; got {name!r}. "
             f"{_examples()}"
         )
     count, chip, sizes = int(parsed[1] or 1), parsed[2], parsed[3]
@@ -137,8 +137,8 @@ def target(name: str) -> Target:
     is_tpu = hardware.platform == "tpu"
     if is_tpu != bool(sizes) or not count:
         raise ValueError(
-            f"targets.target: {name!r} is no machine: a TPU has the sizes of its topology, GPUs a "
-            f"number. {_examples()}"
+            f"targets.target: {name!r} is no machine: a TPU needs the sizes of its topology, and "
+            f"GPUs need their number. {_examples()}"
         )
     try:
         with quiet():

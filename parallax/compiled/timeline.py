@@ -132,7 +132,7 @@ def check_backend(text: str, platform: str) -> None:
     if backend != platform:
         raise ValueError(
             f"timeline needs a program compiled for {platform}; this one was compiled for "
-            f"{backend}. Compile the step with targets.compile for the machine that it is read for."
+            f"{backend}. Compile the step with targets.compile for the machine that is passed here."
         )
 
 
@@ -240,8 +240,9 @@ class _Replay:
     def _instruction(
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
     ) -> None:
-        """Replays one instruction: it starts its messages, computes, and waits for the messages. A
-        start (`-start`) does not wait: it adds the end of its messages to `started`.
+        """Replays one instruction: first its messages start, then it computes, then it waits for
+        its messages. A start (`-start`) does not wait: it adds the end of its messages to
+        `started`.
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""

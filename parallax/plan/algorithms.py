@@ -56,7 +56,8 @@ def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[C
 def messages(
     terms: Sequence[Term], layout: Layout, hardware: Hardware, algorithms: Sequence[Chosen] = ()
 ) -> dict[tuple[str, ...], Number]:
-    """Returns the seconds of all messages by axes, none of them hidden behind arithmetic.
+    """Returns the seconds of all messages, by the axes along which they go. No message is hidden
+    behind arithmetic.
 
     Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms` has for
     that axis. All others take the time of an alpha-beta formula, on the slowest link between the

@@ -4,7 +4,7 @@ The step does not run, and no device is needed.
     print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
     print(plan.compared(plan.compare(planned, compiled)))
 
-The bytes of state and of traffic are exact: the tests hold them against compiled programs. The
+The bytes of state and of traffic are exact: the tests compare them with compiled programs. The
 memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
 of matrix products, passes over memory and messages. Overlap would shorten it.
 
@@ -83,8 +83,8 @@ class Memory(NamedTuple):
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The bytes at the fullest moment by kind, which add up to `peak`. The four largest
-        temporaries are kinds of their own, named by operation and source file."""
+        """The bytes of each kind of array at the fullest moment. Their sum is `peak`. The four
+        largest temporaries are kinds of their own, named by operation and source file."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
@@ -251,7 +251,8 @@ def plan(
     check(config, layout, batch)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     # The bytes count all calls of a device (`terms`). The time counts only the calls for which all
-    # stages wait (`timed`): a tick lasts as long as its most expensive job.
+    # stages wait (`timed`): a tick lasts as long as its most expensive job. In lockstep the stages
+    # run the same jobs in a tick, so `timed` has all calls.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     timed = waited(config, layout, batch, hardware, kernel)
     timed_terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=timed)
@@ -306,7 +307,7 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the `Sizes` of a step, with only those calls of F, I and W that its time consists of.
+    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide its time.
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
     the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
@@ -320,7 +321,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     rate = _rate(hardware, layout) * hardware.efficiency
 
     def seconds(**calls: int) -> Number:
-        """Returns the seconds of these calls, such as `forward=1`: arithmetic, then memory."""
+        """Returns the seconds of only these calls, such as `forward=1`: first of arithmetic at
+        `rate`, then of memory."""
         only_these = no_calls._replace(**calls)
         return (
             _flops(config, layout, only_these) / rate
@@ -336,7 +338,7 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices.
     Also raises it if plan has no closed forms for the model or the layout."""
     known(config)
-    sizes = config.sizes | {"batch": batch}
+    sizes = config.sizes | {"batch": batch}  # the model's sizes by name, such as "heads"
     if devices is not None:
         sizes |= {"devices": devices}
     layout.check(sizes)
@@ -349,8 +351,8 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether plan has closed forms for a layout. It has none for a schedule that defers
-    the gradients of weights if the backward pass computes or gathers anything again."""
+    """Returns whether plan has closed forms for a layout. It has none if the schedule defers the
+    weights' gradients and the backward pass computes or gathers anything again."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -370,6 +372,7 @@ def memory(
     from closed forms. The arguments are those of `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
+    # Any attention that keeps no scores needs the same memory as the kernel.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
@@ -393,8 +396,8 @@ def memory(
 def model_flops(config: Config, batch: int) -> Number:
     """Returns the floating-point operations of a whole step of `batch` sequences.
 
-    A token needs 6 for each weight that multiplies it, and 12 L H K T for attention with H heads of
-    width K. For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
+    A token needs 6 operations for each weight that multiplies it, and 12 L H K T for attention with
+    H heads of width K. For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -405,8 +408,8 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A stage's jobs count in all ticks in which they run on the device, also on garbage. Operations
-    that run again count again.
+    A job counts in each tick in which the device runs it, also if an idle stage runs it on garbage.
+    Operations that the backward pass runs again count again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
@@ -484,7 +487,8 @@ def _passes(
 
 
 def _updated(config: Config, layout: Layout) -> int:
-    """Returns the number of parameters that one device updates: its shares, with ZeRO."""
+    """Returns the number of parameters that one device updates: with ZeRO only those of its
+    shares."""
     return sum(leaf.share for leaf in leaves(config, layout))
 
 

@@ -1,7 +1,7 @@
 """The copies that XLA's backends hold beside the values of a traced program. The numbers were read
 from steps that JAX 0.10.2 compiled.
 
-`benchmarks/plan.py` scores those of the CPU, and `benchmarks/accelerators.py` those of the
+`benchmarks/plan.py` checks the numbers of the CPU, and `benchmarks/accelerators.py` those of the
 accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
 """
 
@@ -53,7 +53,7 @@ def backend(platform: str, name: str = "") -> Backend:
 
 def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[Buffer, ...]:
     """Returns the copies of a loop's `stacked` results that exist while the loop runs. Only a
-    backward loop, which runs in reverse, has any."""
+    backward loop, which runs in reverse, has such copies."""
     if not eqn.params.get("reverse", False):
         return ()
     filled = [buffer for buffer in stacked if buffer.bytes]  # a result that nobody needs has none
@@ -62,8 +62,8 @@ def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[B
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the copies of donated arguments that are overwritten while results that overwrite
-    other arguments still read them.
+    """Returns a copy of each donated argument that one result overwrites and that another such
+    result reads.
 
     Args:
         pairs: each donated argument that a result overwrites, and the buffers from which this

@@ -18,7 +18,7 @@ class Needed:
 
     def __init__(self):
         """Begins with an empty cache."""
-        # By the id of a jaxpr and its needed results.
+        # The results of `_read`, by the id of a jaxpr and its needed results.
         self.known: dict[
             tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]
         ] = {}
@@ -27,8 +27,9 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns whether each operand of a jaxpr is needed for the `results` that are true. Then,
-        for each equation, whether each of its results is needed; None if the equation is not."""
+        """Returns whether each operand of a jaxpr is needed for the `results` that are true. Also
+        returns, for each equation, whether each of its results is needed; None if the equation is
+        not needed."""
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -60,8 +61,9 @@ class Needed:
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A barrier needs the operands of these results. A call, such as a `jit`, needs those that its
-        program needs. Any other equation, and a while loop, needs all its operands.
+        A barrier needs only the operands whose results are used. A call, such as a `jit`, needs the
+        operands that its program needs. A while loop, like every other equation, needs all its
+        operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
@@ -74,7 +76,7 @@ class Needed:
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether each result of a scan's body is needed: outside (`used`), or as a carry
-        by the next trip. A carry may need another one, so this repeats until nothing changes."""
+        by the next trip. A carry may need another carry, so this repeats until nothing changes."""
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:

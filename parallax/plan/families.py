@@ -1,6 +1,6 @@
 """The decoders for which a plan has closed forms, and the sizes of one of their layers.
 
-Legend: D width, F feed-forward, H heads of queries, G of keys, K head width.
+Legend: D width, F feed-forward, H heads of queries, G heads of keys, K head width.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class Layer(NamedTuple):
 
 
 def known(config: Any) -> None:
-    """Raises `ValueError` unless the closed forms count the model: a GPT-2, or a Llama without
+    """Raises `ValueError` unless the closed forms hold for the model: a GPT-2, or a Llama without
     experts."""
     if isinstance(config, gpt2.Config) or (isinstance(config, llama.Config) and not config.experts):
         return

@@ -149,7 +149,8 @@ def table(found: Faults) -> str:
 
 
 def _spelt(seconds: float) -> str:
-    """Returns a time in the largest unit of which it has at least two, such as "90 min"."""
+    """Returns a time as text, such as "90 min". The unit is the largest in which the number is at
+    least 2."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

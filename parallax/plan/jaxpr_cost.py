@@ -3,16 +3,16 @@ messages, and the operations that `liveness` lays out in memory.
 
 A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
 `reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
-message or a loop needs it as an array. An expensive one with several readers is held at once. Its
+message or a loop needs it as an array. An expensive value with several readers is held at once. Its
 `root` is the value with the same numbers before reshapes. `near` are the buffers that it reads
 element by element, so that it may be written over one of them.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
-equations take the operands, whether each result is `used`, and how many `readers` it has.
-`self.times` is the product of the trips of the loops around. `self.at` is a call in the caller's
-code, whose line the equations inside a function of JAX get; else None. `self.needed` tells which
-operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies
-that a compiler makes. `linear_p` is the primitive of this library's collectives.
+equations take the operands, whether each result is needed (`used`), and how many operations read it
+(`readers`). `self.times` is the product of the trips of the loops around. `self.at` is a call in
+the caller's code, whose line the equations inside a function of JAX get; else None. `self.needed`
+tells which operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are
+the copies that a compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Reading:
     """One walk: the counts so far, and the position in the program."""
 
     def __init__(self, platform: str, habits: compiler_copies.Backend):
-        """Begins a walk for a platform, such as "cpu", and its compiler's `habits`."""
+        """Begins a walk for a platform, such as "cpu", whose compiler has these `habits`."""
         self.platform, self.habits = platform, habits
         # The floating-point operations of matmuls, by the type of their operands.
         self.products: Counter[str] = Counter()
@@ -68,8 +68,8 @@ class Reading:
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives a value a buffer, if it has none, and returns the buffer. A value of at most 64
-        bytes that is made only of literals needs no memory: returns None."""
+        """Gives a value a buffer, if it has none, and returns the buffer. Returns None for a value
+        of at most 64 bytes that is made only of literals, since it needs no memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -192,8 +192,8 @@ class Reading:
         """Returns the results of an equation. If the frame has computed an equal equation of the
         same operands before, it returns the results of that one, since XLA computes them only once.
 
-        An equation that has an inner program or an effect, a barrier, and a collective of this
-        library are always computed anew.
+        Three kinds are always computed anew: equations with an inner program or an effect,
+        barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
@@ -243,7 +243,8 @@ class Reading:
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
         """Returns the results of a call's inner jaxpr, walked in the frame of the call. If
-        `hidden`, its equations get the line of the call, since they have none of the caller's."""
+        `hidden`, the inner equations get the line of the call, since their own lines are not in the
+        caller's code."""
         outside, self.at = self.at, self.at or (eqn if hidden else None)
         results = self.run(inner, operands, used, readers)
         self.at = outside
@@ -251,7 +252,8 @@ class Reading:
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a collective of this library, whose program is traced once per
-        equation. The program's lines are the library's, so the caller's line stands for them."""
+        equation. The lines of that program are in this library, so its equations get the line of
+        the call."""
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
@@ -272,8 +274,8 @@ class Reading:
         and messages.
 
         An elementwise operation or a view is fused, and an index reads no memory. All other
-        operations hold their results. They need their operands as arrays, except a reduction, which
-        computes its operands as it reads them.
+        operations hold their results. They also hold their operands first, except reductions, which
+        compute their operands as they read them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -306,9 +308,9 @@ class Reading:
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
-        """Returns the result of an elementwise operation or a view. A reshape keeps its operand as
-        `source`, and so has the operand's root. An expensive operation (`jaxprs.DEAR`) with several
-        readers is held, unless it reads only literals."""
+        """Returns the result of an elementwise operation or a view. A reshape keeps its operand's
+        root as `source`, so both have the same root. An expensive operation (`jaxprs.DEAR`) with
+        several readers is held, unless it reads only literals."""
         value = self._fused(eqn, operands)
         if eqn.primitive.name in primitives.SAME:
             value.source = operands[0].root
@@ -317,8 +319,8 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Returns the index of a device on an axis, or of a platform. The index of a platform has
-        the `branch` that this walk's platform takes. An index reads no memory."""
+        """Returns the index of a device on an axis, or of a platform. The index of a platform gets
+        the number of the `branch` that this walk's platform takes. An index reads no memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -341,8 +343,8 @@ class Reading:
     # Control flow
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a `shard_map`. Inside, an argument has the bytes of its block; its
-        buffer keeps that size, since the walk counts one device's memory."""
+        """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
+        Its buffer has this size from then on, since the walk counts the memory of one device."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -365,11 +367,12 @@ class Reading:
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a conditional. Only one branch counts: the one with the most
-        operations of products, or if they are equal the most messages, or else the most memory.
+        """Returns the results of a conditional. Only one branch counts: the branch with the most
+        operations of products. Among equal ones the one with the most messages counts, and then the
+        one with the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
-        platform decides, only its branch is walked, in place.
+        platform decides, only the branch of the platform is walked, in place.
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]

@@ -1,9 +1,9 @@
 """Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
 
-In *lockstep* all stages run the same kinds of job (lanes) in a tick, idle stages too, and closed
-forms count the ticks of each lane. In the other schedules each stage has a job of its own in a
-tick, and the counts are read from the schedule's table. A *slot* is a place in a buffer for one
-microbatch's arrays that wait for a later tick.
+In *lockstep* all stages run the same kinds of job (lanes) in a tick, also those without a
+microbatch for them. Closed forms then count the ticks of each lane. In the other schedules each
+stage has a job of its own in a tick, and the counts are read from the schedule's table. A *slot* is
+a place in a buffer for one microbatch's arrays that wait for a later tick.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, I the input's gradient, W the
 weights' gradient.

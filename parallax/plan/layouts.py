@@ -79,7 +79,7 @@ def search(
             one that needs least memory. Also a number below 1, or an unknown precision or schedule.
     """
     known(config)
-    # These raise `ValueError` for an unknown word.
+    # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
     Layout(precision=choices.precision)
     for schedule in choices.schedules:
         Layout(stage=2, schedule=schedule)
@@ -127,7 +127,7 @@ def search(
         needed = planned_of(nearest).memory.peak
         raise ValueError(
             f"search: no layout of {devices} devices fits: they have "
-            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps least, needs "
+            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which needs least, needs "
             f"{quantity(needed, 'B')}. Use more devices, or a smaller batch."
         )
     return list(fitting.values())
@@ -230,8 +230,8 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the numbers of replicas over which ZeRO may split: all of them, or without a pipeline
-    also a group of them."""
+    """Returns the numbers of replicas over which ZeRO may split: that of all replicas, and without
+    a pipeline also the sizes of groups of them."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 

@@ -2,10 +2,10 @@
 that fuses elementwise operations.
 
 A frame is a program or the body of a loop: a list of operations, each with the buffers that it
-reads and writes. A buffer lives from the operation that writes it to the last one that reads it.
-An operation that reads an operand element by element, or updates a part of it, writes its result
-over the operand if nothing reads the operand later. The buffers that are written over each other
-share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
+reads and writes. A buffer lives from the operation that writes it to the last operation that reads
+it. An operation that reads an operand element by element, or updates a part of it, writes its
+result over the operand if nothing reads the operand later. The buffers that are written over each
+other share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
 constant of the whole step, which is no temporary.
 """
 
@@ -56,7 +56,7 @@ class Buffer:
 
 
 class Operation(NamedTuple):
-    """One operation that writes memory, or a whole loop.
+    """One operation that reads or writes memory, or a whole loop.
 
     Attributes:
         reads: the buffers that it reads.

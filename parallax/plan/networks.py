@@ -5,7 +5,7 @@ Messages that share a link share its bandwidth.
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
 In a round every device sends its messages at once. The round takes the latency of the longest way,
-and the time of the link that carries most bytes. In a `Link`, alpha is the latency in seconds, and
+plus the time of the link that carries most bytes. In a `Link`, alpha is the latency in seconds, and
 beta the seconds per byte. A *route* is a table of messages, round by round; an algorithm that runs
 several routes side by side has a tuple of them (`Tables`). The devices of a mesh are numbered with
 the last axis fastest. `tests/test_networks.py` simulates the same, message by message.
@@ -126,8 +126,8 @@ class Nested(NamedTuple):
 
 
 class Torus(NamedTuple):
-    """A box of devices. Each is linked to its two neighbours along every dim, and the last of a row
-    to the first.
+    """A box of devices. Each device is linked to its two neighbours along every dim, and the last
+    of a row to the first.
 
     Attributes:
         shape: devices along each dim; the last dim runs fastest.
@@ -292,8 +292,8 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """Returns the seconds of some collectives along one axis, all together, for each algorithm that
-    fits the axis: by its name, the fastest first.
+    """Returns, for each algorithm that fits the axis, the seconds of some collectives along it, all
+    together. The keys are the names of the algorithms, the fastest first.
 
     Args:
         times: for each collective its kind, such as "all_reduce", the bytes of the array that it
@@ -317,8 +317,8 @@ def along(
     hardware: Hardware,
     calls: Sequence[tuple[str, int, int]],
 ) -> dict[str, float]:
-    """Returns the seconds of some collectives along one axis of a mesh, for each algorithm that
-    fits the axis: by its name, the fastest first.
+    """Returns, for each algorithm that fits an axis of a mesh, the seconds of some collectives
+    along that axis, all together. The keys are the names of the algorithms, the fastest first.
 
     Args:
         axis: the name of the axis.
@@ -335,8 +335,9 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of a collective by an algorithm of `makers`. Its alpha has the seconds for
-    no bytes, and its beta the seconds for each byte of the array that it takes.
+    """Returns the cost of a collective by an algorithm of `makers`. The alpha of the cost is the
+    seconds for no bytes, and the beta the seconds for each byte of the array that the collective
+    takes.
 
     The time of a round is linear in the bytes, so two simulations give the time for all sizes. A
     search asks for thousands of sizes.

@@ -53,7 +53,8 @@ COLLECTIVES = {  # with their names in compiled programs
 
 
 def nbytes(aval) -> int:
-    """Returns the bytes of an array of the abstract type `aval`; 0 if it is no array's."""
+    """Returns the bytes of an array of the abstract type `aval`; 0 for a type that is not that of
+    an array."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
@@ -79,7 +80,8 @@ def operations(eqn: JaxprEqn) -> int:
 
 def is_product(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a matmul, a convolution, or a Pallas kernel with a stated
-    cost. A product of vectors is none: compilers run it as a multiplication and a sum."""
+    cost. A `dot_general` of two vectors does not count: compilers run it as a multiplication and a
+    sum."""
     if eqn.primitive.name == "pallas_call":
         return eqn.params["cost_estimate"] is not None
     if eqn.primitive.name != "dot_general":

@@ -1,8 +1,9 @@
 """The parts of a layer that are kept for its backward pass, and those that the backward pass
 computes or gathers again, under a layout's `remat`.
 
-`remat` is "none", or names what is computed again: "gathers", "attention", all but the "products"
-(the results of matmuls with weights), a whole layer ("block"), or a whole "stage" of a pipeline.
+`remat` is "none", or it names the arrays that are computed again: "gathers" (gathered arrays),
+"attention", "products" (all arrays but the results of matmuls with weights), "block" (a whole
+layer) or "stage" (a whole stage of a pipeline).
 """
 
 from typing import Literal, NamedTuple

@@ -1,8 +1,8 @@
-"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that the input's
-gradient hands on to the weights' gradients.
+"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that the job of
+the input's gradient hands on to the job of the weights' gradients.
 
-The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. By these estimates
-the search drops layouts that cannot fit, before it traces a step.
+The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these numbers,
+`search` drops layouts that cannot fit before it traces a step.
 
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `short` is the bytes of a number in
@@ -33,7 +33,7 @@ TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
 
 class Sizes(NamedTuple):
-    """How many numbers a microbatch's arrays have on a device, and the bytes of one.
+    """The counts of numbers in a microbatch's arrays on a device, and the bytes of one number.
 
     Attributes:
         whole: A.

@@ -2,7 +2,7 @@
 and the slowest of the three.
 
 The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
-bytes of its result on a device. `n` is the number of devices along its axes.
+bytes of its result on a device. `n` is the number of devices along its axes together.
 """
 
 import math
@@ -126,6 +126,6 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
 
 
 def _rate(dtype: str, hardware: Hardware) -> float:
-    """Returns a device's peak operations per second in a type: in 16 bits or fewer, or in full
-    precision."""
+    """Returns a device's peak operations per second in a type: its rate in 16 bits if the type has
+    at most 16 bits, else its rate in full precision."""
     return hardware.rate if jnp.dtype(dtype).itemsize <= 2 else hardware.full_rate

@@ -38,12 +38,12 @@ class Leaf(NamedTuple):
 
     @property
     def block(self) -> bool:
-        """Whether it belongs to the layers."""
+        """Whether the array belongs to the layers."""
         return self.path.startswith("blocks.")
 
     @property
     def split(self) -> bool:
-        """Whether the replicas split it."""
+        """Whether ZeRO splits the array over replicas."""
         return self.share < self.elements
 
 
@@ -55,14 +55,15 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
     for path, (layers, *dims) in shapes_by_path.items():
+        # The first dim of an array of the layers is L.
         if chunks is not None and path.startswith("blocks."):
             shapes_by_path[path] = (chunks, layers // chunks, *dims)
     return tuple(shapes_by_path.items())
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """Returns the model's arrays as a device of `layout` has them. Cached by the sizes that they
-    depend on."""
+    """Returns the model's arrays as a device of `layout` has them. The result is cached by the
+    sizes on which it depends."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
@@ -122,8 +123,8 @@ def optimizer_bytes(
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
     """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
-    numbers, such as a step count. They are read from its state for one array of 64 parameters: the
-    state's arrays of 64 numbers are for each parameter."""
+    numbers, such as a step count. Both are read from the state for one array of 64 parameters, in
+    which arrays of 64 numbers have one number for each parameter."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]

@@ -212,8 +212,8 @@ def _placed(
 
 
 def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
-    """Raises `ValueError` unless the program is mapped over devices, and always over a mesh of
-    these sizes."""
+    """Raises `ValueError` unless the program has a `shard_map`, and each `shard_map` in it is over
+    a mesh of these `sizes`."""
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
@@ -232,7 +232,7 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
     """Returns the buffers at the peak, the largest first. Buffers of the same operation on the same
-    line are added up."""
+    line are added into one."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn

@@ -1,5 +1,5 @@
-"""Counts what a decoder's train step sends, collective by collective, by closed forms. The tests
-hold the bytes against those of compiled programs.
+"""Counts the bytes that a decoder's train step sends, collective by collective, by closed forms.
+The tests compare them with compiled programs.
 
 Legend: b sequences of a microbatch, T tokens (on a device, if a context axis splits them), D width,
 A = b T D numbers (an activation), L layers, P stages, M microbatches, t tensor devices, n replicas.
@@ -9,9 +9,10 @@ pipeline's jobs: forward, backward or weights.
 
 In `_Step`, `size` has the calls of each part in a step (`Sizes`; `size.leaves` counts transposes of
 the embedding, `self.leaves` are arrays), and `again` the operations that the backward pass runs
-again (`Recomputed`). `stream` is the bytes of the residual stream on a device, which has one of
-`parts` parts of its tokens. `compute` and `wide` are the bytes of a number that the model computes,
-and of one that it sums. `shards` are the axes over which ZeRO splits.
+again (`Recomputed`). `stream` is the bytes of the residual stream on a device, and `parts` the
+number of devices among which its tokens are split. `compute` is the bytes of a number that the
+model computes, and `wide` the bytes of a number in a sum. `shards` are the axes over which ZeRO
+splits.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
 sends half of that, and so does an all-gather whose result has S bytes.
@@ -194,11 +195,11 @@ def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
 
 
 class _Step:
-    """The terms of one step, one method for each cause."""
+    """The terms of one step. Each method yields the terms of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. From them it sets the axes with their algorithms, and the
-        bytes that the module's docstring defines. A sum has float32 numbers (4 bytes) or wider."""
+        """Computes from the arguments of `terms` the axes with their algorithms, and the bytes that
+        the module's docstring defines. Sums have float32 numbers (4 bytes) or wider ones."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -220,7 +221,7 @@ class _Step:
             collective,
             nbytes,
             times,
-            math.prod(sizes[name] for name in axes),
+            math.prod(sizes[name] for name in axes),  # devices on all of these axes together
             itemsize or self.compute,
         )
 
@@ -258,7 +259,7 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-gather, of which each device has `nbytes` before it: one for
+        """Yields the terms of an all-gather of parts of `nbytes`, one on each device: a term for
         each group of axes, the last axis first. Each group hands n times its bytes to the next."""
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -266,8 +267,8 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Yields the messages of tensor parallelism. Each pass of a layer, forward or backward, has
-        2 all-reduces, or with `sequence` 2 all-gathers and 2 reduce-scatters. Those that the
-        backward pass runs again are added."""
+        2 all-reduces, or with `sequence` 2 all-gathers and 2 reduce-scatters. The collectives that
+        the backward pass runs again are added."""
         size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
@@ -337,7 +338,7 @@ class _Step:
         the gradients of parameters that all stages share. With `sequence` also yields the sums over
         `tensor` of gradients of which each tensor device has only those of its tokens.
 
-        The vocabulary is split over the stages. So all of them need the last stage's output, for
+        The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.
         """
         # With `split_sends` each tensor device sends one part of an activation, and the parts are
@@ -394,7 +395,8 @@ class _Step:
                 whole,
             )
             if leaf.block:
-                # ZeRO-3 gathers and scatters each layer by itself, in the loop over the layers.
+                # A call scatters the layers of one chunk. ZeRO-3 gathers and scatters each layer by
+                # itself, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
                 if self.shares_sums(leaf):
@@ -415,8 +417,8 @@ class _Step:
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
-        stage gathers the leaf, also a pass that runs again. Each backward pass gathers it if it
-        reads it, which `IDLE` and `ADDED` deny."""
+        stage gathers the leaf, also a pass that runs again. Each backward pass that reads the leaf
+        gathers it too; `IDLE` and `ADDED` are leaves that it does not read."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
@@ -456,7 +458,8 @@ class _Step:
         Then yields one over all of these axes, which tells all devices whether the update is
         finite.
 
-        Both take the axes in alphabetical order, the order in which an array's type lists them.
+        All of them take the axes in alphabetical order, the order in which an array's type lists
+        them.
         """
         axis_sets = {}  # a dict as an ordered set
         for leaf in self.leaves:

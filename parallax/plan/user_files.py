@@ -1,5 +1,6 @@
-"""Reads a step from a user's file, for the command line. It is named `path/to/file.py:function`,
-and `function(mesh)` returns the step and the shapes of its arguments."""
+"""Reads a step from a user's file, for the command line. The step is named
+`path/to/file.py:function`, and `function(mesh)` returns the step and the shapes of its
+arguments."""
 
 import runpy
 from collections.abc import Callable
@@ -51,5 +52,5 @@ def world(sizes: str) -> AbstractMesh:
         return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
     except ValueError as error:
         raise ValueError(
-            f"--mesh needs axes and sizes of 1 or more, as data=256,tensor=8; got {sizes!r}."
+            f"--mesh needs axes and sizes of 1 or more, such as data=256,tensor=8; got {sizes!r}."
         ) from error
