@@ -243,6 +243,7 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
         """Returns one array, laid out by its spec if its own mesh or `mesh` has Explicit axes."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
+        # Here `mesh` has Auto axes, which `jax.reshard` refuses in a spec.
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
             return jax.device_put(array, NamedSharding(mesh, spec))
         return array

@@ -153,8 +153,8 @@ def coordinates(
     ]
     for cut in _cuts((*box, cores), sizes):
         lines = [_lines(pieces) for pieces in cut]
-        # Each array is [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes its best
-        # path, but all axes share the layings of the dims.
+        # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
+        # its best path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
         # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
         # `min(0)` is the cost by the best path of the axis.
@@ -326,7 +326,7 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns paths through all points of a box, each an array [points, sides].
+    """Returns paths that visit each point of a box once, each an array [points, sides].
 
     The ring of an axis follows a path, and goes from its last point back to the first. For each
     order of the sides there are one or two paths.

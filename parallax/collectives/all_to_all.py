@@ -2,6 +2,8 @@
 
 A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends the blocks of
 the devices that are `offsets` places after it to the device that is `step` places after it.
+
+`A[I_X, J]` is split along dim I over the n devices of axis X; `A[I, J_X]` along dim J.
 """
 
 from typing import TypeVar

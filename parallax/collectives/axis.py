@@ -238,7 +238,7 @@ def _in_order(parts: list[Axis]) -> Axis:
             """
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
-                # The dim of all devices becomes one dim for each group. The scatter along a group
+                # The dim, of size n, becomes one dim for each group. The scatter along a group
                 # drops the group's dim, so the next group's dim stands at `dim` again.
                 sizes = [group.size() for group in groups]
                 x = x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])

@@ -39,6 +39,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     arrays = [leaf for leaf in jax.tree.leaves(after) if _can_wait(leaf) and leaf.size]
     if not arrays or not waiting:
         return x
+    # On other platforms `x` does not wait.
     late = lax.platform_dependent(
         [leaves[i] for i in waiting], arrays, cpu=_selected, default=lambda x, after: x
     )

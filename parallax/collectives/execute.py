@@ -376,7 +376,8 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x`, whose blocks XLA cannot join inside the operation that uses them.
 
     Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
-    blocks these are depends on the device, so replicas would drift apart.
+    blocks these are depends on the device, so replicas would drift apart. The CPU's compiler
+    removes a barrier, so a loop does it there.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

@@ -36,7 +36,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: Collective = lax.all_to_all
 ) -> Algorithm:
-    """Returns the algorithm whose table for n devices is `maker(n)`. It also decorates a maker.
+    """Returns the algorithm whose table for n devices is `maker(n)`; also a decorator of makers.
 
     ```python
     @collectives.algorithm

@@ -266,6 +266,7 @@ class ErrorFeedback:
             # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
 
+        # Without rounding there is no new error: the old one stays 0.
         def exact(x, error):
             return ring.all_reduce(x, axis_name), error
 
@@ -295,6 +296,7 @@ class ErrorFeedback:
             error = drop_in.merge_blocks(error.reshape(parts.shape), dim, tiled)
             return result.reshape(parts.shape[1:]), error[None]
 
+        # Without rounding there is no new error: the old one stays 0.
         def exact(x, error):
             options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
             return ring.reduce_scatter(x, axis_name, **options), error
@@ -337,6 +339,7 @@ def dequantize(
     # A bitcast joins the last dim, the two bytes of an int16, into one number.
     exponents = exponents if code == jnp.int8 else exponents.reshape(*message.shape[:-1], -1, 2)
     exponents = lax.bitcast_convert_type(exponents, code).astype(jnp.int32)
+    # The smallest code marks a block that was not finite.
     scales = jnp.where(exponents == jnp.iinfo(code).min, jnp.nan, _power_of_two(exponents, dtype))
     blocks = _blocks(message[..., :size], block_size).astype(dtype) * scales[..., None]
     return blocks.reshape(*message.shape[:-1], -1)[..., :size]
@@ -368,6 +371,7 @@ def _slices(block_size):
         """Returns this device's slice, along `dim`, of the sum over devices."""
         # [n, *block], with the slice for device j in row j; True: the dim is cut into n blocks.
         blocks = drop_in.split_blocks(x, dim, axis_name, True)
+        # The rounding errors, `_`, are not used.
         total, _ = _reduce(_widened(blocks).reshape(blocks.shape[0], -1), axis_name, block_size)
         return total.reshape(blocks.shape[1:]).astype(x.dtype)
 
@@ -499,6 +503,7 @@ def quantized_in(block_size: int) -> Algorithm:
 
     Its functions raise `ValueError` for sizes below 1.
     """
+    # The all-reduce, the reduce-scatter and the all-gather, in the order of `Algorithm`'s fields.
     functions = (functools.partial(f, block_size=block_size) for f in _FUNCTIONS)
     return Algorithm(f"quantized_in({block_size})", *functions)
 

@@ -7,8 +7,9 @@ is added.
 The whole gathered operand, or the whole product before the scatter, never exists, neither forward
 nor backward.
 
-Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis, S the bytes of
-one device's `[T_X, D]`.
+Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
+of one device's `[T_X, D]`. T_X: each device has 1/n of the rows. {U_X}: each device has a term of
+the sum.
 
 | function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|

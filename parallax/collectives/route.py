@@ -73,7 +73,8 @@ class Route:
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
             rounds.append(points)
-        # Frozen, since the table that was checked must be the table that runs.
+        # The class is frozen, since the table that was checked must be the table that runs. So a
+        # plain assignment would be refused.
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rounds", tuple(rounds))
         _check(self)
@@ -264,7 +265,8 @@ def _describe(point: Point) -> str:
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table as a file: a line with the box, then a line for each block sent.
+    """Writes a table as a file: a line with the box and the number of rounds, a line of titles, and
+    a line for each block sent.
 
     A block's line has its round, step and offset. Points are written as `1 0`.
     """

@@ -107,8 +107,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
     # Every place is written later, so no time is spent on zeros.
     empty = empty_like(lax.empty, shape, blocks[0])
-    # Without the barrier XLA could fuse some blocks with later operations, and not the same ones on
-    # each device.
+    # Without `pin_buffer` XLA could fuse some blocks with later operations, and not the same blocks
+    # on each device.
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 

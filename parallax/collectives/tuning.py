@@ -104,7 +104,8 @@ def fit(
     calls, costs = [], []
     for nbytes in sizes:
         size = nbytes // 4
-        # (a function, the number of numbers that it takes, its options)
+        # (a function, the number of numbers that it takes, its options). A gather of `size // n`
+        # returns some `size` numbers; a tiled scatter needs a multiple of n.
         probes = [
             (send_next, size, {}),
             (ring.all_gather, size // n, {}),

@@ -335,10 +335,12 @@ def linear_collective(
     """
 
     def on_varying(function, state):
-        """Returns `function` with its result declared as `state` along `axis_name`."""
+        """Returns `function` of an `x` typed as varying, its result declared `state` along
+        `axis_name`.
+        """
 
         def typed(x):
-            """Calls `function` on `x`, typed as varying, and declares the states of the result.
+            """Returns `function` of `x`, typed as varying, with the states of the result declared.
 
             Along other axes the result has the states of `x`: `function` is linear and sends
             nothing along them, so terms of a sum give terms, and equal values give equal ones.
