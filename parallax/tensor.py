@@ -87,7 +87,7 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which the
     vocabulary is split too, such as the stages of a pipeline.
     """
-    axis, everywhere = Axis.of(axis), combined_axis(shared, axis)
+    axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
         axis,
         everywhere,
@@ -137,7 +137,7 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
     if same:
         raise ValueError(
             f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
-            f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once a "
+            f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once per "
             "device. Split the weights before it, or leave out `reduce_from`."
         )
     return axis.all_reduce(x)
@@ -161,7 +161,7 @@ def column(
         ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or
             a `Linear` has two biases.
     """
-    if isinstance(weight, eqx.nn.Linear):
+    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
@@ -187,10 +187,11 @@ def row(
         ValueError: `x` or the weight is the same along `axis`, or the weight does not take the
             inputs of this device; or a `Linear` has two biases.
     """
-    if isinstance(weight, eqx.nn.Linear):
+    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
         return RowLinear(_without(bias, weight, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
-    # The bias is added after the sum, or each device would add it.
+    # All dims of the weight but the last are inputs. The bias is added after the sum, or each
+    # device would add it.
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     return y if bias is None else add_bias(y, bias)
 
@@ -218,6 +219,7 @@ class ColumnLinear(eqx.Module):
 
         Raises `ValueError` as `column` does.
         """
+        # The outputs, dim 0 of the weight, are split. `column` takes weights [inputs, outputs].
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
         return column(x, self.linear.weight.T, self.linear.bias, self.axis)
 
@@ -245,6 +247,7 @@ class RowLinear(eqx.Module):
 
         Raises `ValueError` as `row` does.
         """
+        # The inputs, dim 1 of the weight, are split. `row` takes weights [inputs, outputs].
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
         return row(x, self.linear.weight.T, self.linear.bias, self.axis)
 
@@ -414,7 +417,7 @@ def check_row(
     `axis`. The inputs are the first dims of the weight and the last dims of `x`. `name` is the
     caller's, for the message.
     """
-    axis, dims = Axis.of(axis), weight.ndim - 1
+    axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
@@ -490,7 +493,8 @@ def embed_partial(
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
-    # A wrong id makes the loss nan. An error inside a compiled program would stop all devices.
+    # A wrong id gives nan on every device, and so a loss of nan. An error inside a compiled program
+    # would stop all devices.
     not_here = jnp.where(is_wrong, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
     return jnp.where(
         (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), not_here[..., None]

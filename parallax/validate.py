@@ -231,8 +231,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for the first size that is not a whole number above 0. Otherwise yields one if
-    the machine's devices do not divide by its processes."""
+    """Yields a fault for the first size that is not a whole number above 0, or is too large.
+    Otherwise yields one if the machine's devices cannot be shared evenly among its processes."""
     # The cure is the least size that fits the layout, 1 for the other sizes.
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
@@ -279,8 +279,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each choice of a pipeline that has no stages, or that another choice
-    excludes."""
+    """Yields a fault for each choice about pipelines that has nothing to act on, or that another
+    choice excludes; and for microbatches that chunks cannot take."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -370,6 +370,7 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     divisor, needed = _tokens_divisor(fields)
     if "tokens" in sizes and sizes["tokens"] % divisor:
         cures = _multiples("tokens", sizes["tokens"], divisor)
+        # The last cure splits no tokens.
         yield Fault(needed, (*cures, {"context": 1, "sequence": False}))
 
 
@@ -406,8 +407,7 @@ def _batch_divisor(fields: Fields) -> int:
 
 
 def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault if the number of the layout's devices is not a multiple of that of its
-    processes."""
+    """Yields a fault if the layout's devices cannot be shared evenly among its processes."""
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return

@@ -182,7 +182,9 @@ def test_too_many_bytes(devices):
     assert lint.rules(TREE, rule, devices, limit=held) == []
     (found,) = lint.rules(TREE, rule, devices, limit=held - 1)
     assert f"each of 8 devices holds {held} bytes, more than the limit of {held - 1}" in found.harm
-    assert found.cure == "Split the largest further (bytes a device): a.v (256), a.w (96), b (32)."
+    assert (
+        found.cure == "Split the largest further (bytes per device): a.v (256), a.w (96), b (32)."
+    )
 
 
 def test_device_bytes_are_those_of_the_devices(devices):

@@ -303,7 +303,7 @@ REFUSED = {
     "leave": (
         lambda x: tensor.reduce_from(x, ring("tensor")),
         "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, "
-        "3), is the same along ['tensor'], and would be counted once a device. Split the weights "
+        "3), is the same along ['tensor'], and would be counted once per device. Split the weights "
         "before it, or leave out `reduce_from`.",
     ),
     "row": (

@@ -160,9 +160,9 @@ class _SliceReader:
         """Returns the operands from which an equation of `body` computes its result `atom`, and
         notes the equation.
 
-        There are three kinds of equations. A tap ends the search: it is noted, and has no operands.
-        A call of a function, or a loop, is opened: the operand is this result of its jaxpr. All
-        others are noted, with the functions and collectives inside them.
+        There are three kinds of equations. A tap ends the search: it is noted, and no operand is
+        returned. A call of a function, or a `scan`, is opened: the operand is this result of its
+        jaxpr. All others are noted, with the functions and collectives inside them.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.

@@ -178,7 +178,7 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each common value, the largest |a - b|, relative to its size.
+    """Returns, for each common value, the largest |a - b| relative to the value's size.
 
     The size is the largest |a|, or `SMALL` times the largest number of the value's kind if that is
     larger.

@@ -392,9 +392,8 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 
 
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
-    """Returns the shape of the whole value. A dim has the blocks of all devices that split it. A
-    dim whose positions are reported is as long as the largest position and one, since positions
-    count from 0.
+    """Returns the shape of the whole value. A dim has the blocks of all devices that split it. The
+    size of a dim whose positions are reported is 1 more than the largest position.
     """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]

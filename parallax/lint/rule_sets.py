@@ -109,7 +109,7 @@ def _whole(
     if not possible:
         return []
     axis, dim = min(possible, key=rank)
-    # The rule in Python, for the advice: the dims before `dim` have no axis.
+    # A rule prints as its Python code, here for the advice. The dims before `dim` have no axis.
     code = f"{match(path, P(*[None] * dim, axis))}"
     if axis in batch_axes:  # only `fsdp` may split a weight over an axis of the batch
         code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
@@ -205,7 +205,7 @@ def _too_many(
             "too-many-bytes",
             "the whole tree",
             harm,
-            f"Split the largest further (bytes a device): {names}.",
+            f"Split the largest further (bytes per device): {names}.",
         )
     ]
 

@@ -275,7 +275,7 @@ class ShardMap:
         # With one row per device, the norm is that of one example, as in private training.
         if self._rows(program, axes) > 1:
             for reduced, scaling, value in updates.scalings(program, origins, axes):
-                along = known[reduced.value].differs & axes
+                along = known[reduced.value].differs & axes  # the devices have different norms
                 # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to
                 # the model.
                 if along and not reduced.node.is_within("jvp("):

@@ -87,6 +87,7 @@ class _Operation:
         # are made only of them, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
             return [Value() for _ in self.shapes]
+        # The rule for this primitive, or that for elementwise ones, or that for unknown ones.
         default = _Operation._joined if name in _ELEMENTWISE else _Operation._unknown
         results = _RULES.get(name, default)(self, inputs)
         return results if isinstance(results, list) else [results]

@@ -90,7 +90,7 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
     """Returns a value as a NumPy array if it is an array of whole numbers whose elements are all on
     this machine, and None otherwise.
     """
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array):  # a tracer and a deleted (donated) array have no values
         if isinstance(value, Tracer) or value.is_deleted():
             return None
         if not value.is_fully_addressable:

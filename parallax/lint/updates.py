@@ -218,8 +218,8 @@ def scalings(
     """Yields the products and quotients that scale one of `values` by a number that was reduced
     from `values`, such as a norm.
 
-    Each is a triple: the reduction, which no collective over all of `axes` completes; the product
-    or quotient; and the value that it scales.
+    Each is a triple: the reduction and its operand (`Joined`), the product or quotient, and the
+    value that it scales. No collective over all of `axes` completes the reduction.
     """
     # With dims that are not split, `reductions` gives axes only to reductions to one number.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
@@ -229,6 +229,7 @@ def scalings(
         numbers = reached(program, reduced.node.outputs, axes)  # the values that depend on it
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
+                # One operand depends on the reduction; the other must be one of `values`.
                 scaled = [operand for operand in node.inputs if operand not in numbers]
                 if len(scaled) == 1 and scaled[0] in values:
                     yield reduced, node, scaled[0]
@@ -238,7 +239,8 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     """Returns the values that depend on the reduced numbers `start`, each with its missing axes.
 
     An axis of `axes` is missing if on some way to the value no collective goes over it. A value
-    without missing axes is left out.
+    without missing axes is left out. The ways go through collectives, the carries of loops, and the
+    operations in `PASSED_ON`.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
@@ -321,6 +323,7 @@ def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
     if node.name == "dot_general":
         (left, right), _ = node.eqn.params["dimension_numbers"]
         return tuple(left if value == node.inputs[0] else right)
+    # `REDUCES` has the name of the parameter with the dims, which may be one number.
     return in_tuple(node.eqn.params[REDUCES[node.name]])
 
 
