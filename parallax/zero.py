@@ -77,6 +77,7 @@ def reduce_scattered(
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
+    # `term`, this device's gradient, is not needed: a mean stays in float32 or wider.
     def mean(total, term):
         return total / axis.size()
 
@@ -212,8 +213,9 @@ def _mean_share(
 ) -> Array:
     """Returns this device's share of the mean of a gradient, which has its parameter's shape and
     differs between devices along the axes `local`. `splits` are the splits into shares."""
-    # Only along the axes in `local` do the devices have different terms, which are summed: by a
-    # reduce-scatter along the splits over these axes, and by an all-reduce along the others.
+    # The devices have different terms only along the axes in `local`. They are summed by a
+    # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
+    # `local`.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
     gradient = shards.reduce_scatter(gradient.astype(accumulation_dtype(gradient.dtype)), scattered)
     summed = axis.over(
@@ -236,9 +238,9 @@ def gathered(
     before the function, and scatters their gradients after it. ZeRO-3.
 
     `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
-    reduce-scattered sum. If it wraps a block that a loop runs, it gathers one layer at a time. Wrap
-    it in `remat.gathers`, or in another policy of `remat`, to gather again in the backward pass.
-    Then no gathered layer is kept:
+    reduce-scattered sum. If `gathered` wraps a block that a loop runs, one layer at a time is
+    gathered. Wrap the result in `remat.gathers`, or in another policy of `remat`, to gather again
+    in the backward pass, so that no gathered layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
@@ -286,7 +288,8 @@ def gathered_once(
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
-        # All gathers end before `grad` begins, which may send too. Whole leaves come from `wholes`.
+        # What `grad` computes from a gathered leaf waits for all gathers, since `grad` may send
+        # too. `combine` takes whole leaves from `wholes`.
         results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
         # The reduce-scatters wait for all results of `grad`, so that all devices send in one order.
         value, gradients = sequence_after(results, results)

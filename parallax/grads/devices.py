@@ -327,7 +327,7 @@ def value_and_sums(
     declared = matching_parameters(gradients, local.declared)
     params = matching_parameters(gradients, local.params)
     names = jax.tree.map(axes_to_reduce, gradients, declared, params)
-    # ZeRO scatters the gradients here, and the sum below is over the axes that are left.
+    # ZeRO scatters the gradients here. The sum below is over the axes that are left.
     if scatter is not None:
         value, gradients, names = scatter(value, gradients, params, names)
     terms = loss_part(value), gradients
