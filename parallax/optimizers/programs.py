@@ -209,6 +209,7 @@ def _operation(eqn: JaxprEqn) -> str:
 def _keeps_places(eqn: JaxprEqn) -> bool:
     """Returns whether an equation that rearranges an array leaves each element in its place."""
     before, after = jaxprs.types(eqn.invars)[0], jaxprs.types(eqn.outvars)[0]
+    # A reshape with `dimensions` would also transpose.
     return before.shape == after.shape and eqn.params.get("dimensions") is None
 
 

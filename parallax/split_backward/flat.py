@@ -144,12 +144,12 @@ def barrier(values: Sequence[Any]) -> list[Any]:
     results = list(values)
     # JAX types all results of a barrier as varying over the same axes. So there is one barrier for
     # each set of axes.
-    for kind in dict.fromkeys(map(varying_axes, values)):
-        places = [i for i, value in enumerate(values) if varying_axes(value) == kind]
-        for place, value in zip(
-            places, lax.optimization_barrier([values[i] for i in places]), strict=True
+    for axes in dict.fromkeys(map(varying_axes, values)):
+        indices = [i for i, value in enumerate(values) if varying_axes(value) == axes]
+        for i, value in zip(
+            indices, lax.optimization_barrier([values[i] for i in indices]), strict=True
         ):
-            results[place] = value
+            results[i] = value
     return results
 
 
@@ -211,8 +211,8 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
     """Yields the name of an equation's primitive, and those of all primitives in its programs."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
-        for each in every(jaxpr):
-            yield each.primitive.name
+        for inner_eqn in every(jaxpr):
+            yield inner_eqn.primitive.name
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:

@@ -115,7 +115,8 @@ class Step(NamedTuple):
 
     def reads(self, half: int) -> list[Any]:
         """Returns the variables that the step reads in this half, 0 or 1."""
-        operands: Collection[int] = range(len(self.eqn.invars))  # the indices of those it reads
+        # The indices of the operands that it reads; all, unless it is a scan or a barrier.
+        operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
         elif is_barrier(self.eqn):
