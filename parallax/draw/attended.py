@@ -76,6 +76,7 @@ def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> 
     panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
     for hop in range(n):
         name = "own keys" if hop == 0 else f"hop {hop}"
+        # An empty plot, for its entry in the legend.
         panel.plot([], [], "s", color=canvas.colour(hop, n), label=name)
     figure.legend(loc="outside right upper", frameon=False)
     canvas.save(figure, path)

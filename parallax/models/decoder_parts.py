@@ -156,8 +156,8 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and the errors are as in `loss`. Inside `jax.jit`, a token outside the
-    vocabulary makes the logits after it and after all later tokens nan.
+    `attend` and the errors are as in `loss`. Inside `jax.jit`, a token outside the vocabulary makes
+    the logits after it and after all later tokens nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)

@@ -224,8 +224,8 @@ def sampled(
     softmax(`filtered`(logits)).
 
     The model may be split: under `jax.jit`, a model placed over a mesh draws the same tokens as on
-    one device. For many prompts of one length use `jax.vmap`; if the prompts are placed
-    over an axis of the mesh, each device continues its own prompts.
+    one device. For many prompts of one length use `jax.vmap`; if the prompts are placed over an
+    axis of the mesh, each device continues its own prompts.
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
     kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and

@@ -173,7 +173,8 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
             f"and values, {config.groups} / {devices} or all; this has {heads} and {groups}. Split "
             f"them as llama.rules(axis, size={devices}) says."
         )
-    # A device with fewer query heads than share one head of keys needs one head.
+    # `first` is the head of keys of this device's first head of queries. A device with fewer heads
+    # of queries than share one head of keys needs one head.
     first, needed = comms.axis.index() * heads // sharers, max(heads // sharers, 1)
 
     def pick(leaf, dim):
