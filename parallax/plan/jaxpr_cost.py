@@ -68,8 +68,8 @@ class Reading:
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives a value a buffer, if it has none, and returns the buffer. Returns None for a value
-        of at most 64 bytes that is made only of literals, since it needs no memory."""
+        """Gives the root of a value a buffer, if it has none, and returns the buffer. Returns None
+        for a value of at most 64 bytes that is made only of literals, since it needs no memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -260,8 +260,8 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """Returns a value behind a barrier: held, and distinct from the value before the barrier.
-        `_once` then finds no equality between an equation that reads the one and an equation that
-        reads the other. A value that is made only of literals is returned unchanged."""
+        For `_once`, an equation that reads the new value is then never equal to an equation that
+        reads the old value. A value that is made only of literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -376,7 +376,8 @@ class Reading:
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        if index.branch is not None:  # The index is that of a platform.
+        # The index is that of a platform. An outer call whose line is used (`at`) stays in use.
+        if index.branch is not None:
             return self._inlined(
                 eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None
             )
@@ -540,6 +541,7 @@ class Reading:
             for end, start in zip(ends, carried, strict=True)
             if end and start.root.buffer
         ]
+        # The ends live to the end of a trip. The body may write over the starts (`given`).
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
         copied_stacks = compiler_copies.beside(eqn, stacked, self.habits)

@@ -121,7 +121,7 @@ def peak(
     born: dict[Buffer, int] = {}  # for each buffer, the operation that makes it
     for k, operation in enumerate(operations):
         for made in operation.writes:
-            # Only loops have an `inner` peak.
+            # Loops have an `inner` peak, and so have conditionals with temporaries of their own.
             born[made] = 0 if early and operation.inner else k
             until[made] = last[made]
         for made, under in operation.over:

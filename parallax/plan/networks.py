@@ -195,8 +195,7 @@ def _box(devices: int, dims: int) -> tuple[int, ...]:
     """Returns a box of this number of chips whose sides are nearly equal, the shortest first."""
     if dims == 1:
         return (devices,)
-    # The divisor whose ratio to the side of a cube (or a square), devices^(1/dims), is nearest to
-    # 1.
+    # The divisor that is nearest, as a ratio, to the side of a cube or square: devices^(1/dims).
     side = min(divisors(devices), key=lambda size: abs(math.log(size) - math.log(devices) / dims))
     return tuple(sorted((side, *_box(devices // side, dims - 1))))
 
@@ -243,15 +242,15 @@ def seconds(
     return total
 
 
-def _round(route: Route, each: Round, network: Network, group: Group) -> float:
+def _round(route: Route, one_round: Round, network: Network, group: Group) -> float:
     """Returns the seconds of one round, in which every device sends each of the round's messages to
     the device that is `message.step` further on in its own group."""
-    if not each.messages:
+    if not one_round.messages:
         return 0.0
     return network.round(
         [
             (destinations(route.shape, message.step, network.devices, group), message.bytes)
-            for message in each.messages
+            for message in one_round.messages
         ]
     )
 

@@ -298,12 +298,12 @@ class _Step:
         # The numbers of the keys on a device. The values have as many, and go in messages of their
         # own, so each hop counts as two messages.
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
-        again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
+        passes_again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
         # Attention's forward pass runs again if a sum of the layer or the whole stage does. It then
         # shares its first message with the backward pass, so n - 2 are added. For n <= 3 there is
         # no loop between the messages, and XLA shares them all.
-        hops = (n - 1) * passes + again * (n - 2 if n > 3 else 0)
+        hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
         yield self.term(
@@ -346,7 +346,7 @@ class _Step:
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
-        if self.layout.split_sends:
+        if self.layout.split_sends:  # each call of a stage reads one message
             yield from self.all_gather(
                 "parts of hops gathered", ("tensor",), part, size.forward + size.backward
             )
@@ -354,7 +354,7 @@ class _Step:
             "ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads
         )
         for leaf in self.leaves:
-            # `leaf.axes` split the leaf. Along any other axis each device has it.
+            # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
                 yield from self.gradient("shared gradients", leaf, "stage")
             if self.layout.sequence and "tensor" not in leaf.axes:
@@ -445,7 +445,8 @@ class _Step:
         )
         zeros = 0 if by_lax else 1
         # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of them, and the other scatters zeros.
+        # leaves belongs to one of them, and the other scatters zeros. The zeros of `norm.bias` are
+        # those of `norm.weight`, which has the same shape.
         scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,
