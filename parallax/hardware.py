@@ -84,8 +84,8 @@ class Hardware:
 
         Args:
             span: how many device numbers the group spans, from its first device to its last.
-            links: the fast links that the hop crosses. Its time is multiplied by their number,
-                since its bytes use all of them.
+            links: the fast links that the hop crosses. The time of a hop over fast links is
+                multiplied by their number, since its bytes use all of them.
         """
         if span > self.domain:
             return self.slow
@@ -118,7 +118,9 @@ class Hardware:
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
-    """Returns the record of a GPU, from GB, teraflops per second, and GB per second."""
+    """Returns the record of a GPU: memory in GB, rates in teraflops per second, the others in GB
+    per second.
+    """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
@@ -129,9 +131,10 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
 
 
 def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware:
-    """Returns the record of a TPU, from GB, teraflops per second, GB per second, and GHz.
+    """Returns the record of a TPU: memory in GB of 2**30 bytes, the rate in teraflops per second.
 
-    `chips` is the number of chips of the largest slice.
+    `bandwidth`, `link` and `network` are in GB per second, and `clock` is in GHz. `chips` is the
+    number of chips of the largest slice.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies.
@@ -174,7 +177,7 @@ def named(name: str) -> Hardware:
     links are counted.
 
     Raises:
-        ValueError: the chip is not known.
+        ValueError: the chip is not known, or the sizes of the torus are no numbers.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.

@@ -31,6 +31,9 @@ Cut = tuple[tuple[int, ...], ...]
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each dim of a torus closes in a ring.
 
+    On a flat torus a dim closes if it has 16 chips. Otherwise all dims close if each is a multiple
+    of 4 chips, and none if not.
+
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
         sizes: the chips along each dim.
@@ -98,7 +101,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     """
     chips = np.array([device.coords for device in devices])
     chips -= chips.min(0)  # a slice need not begin at chip 0 of its torus
-    box = tuple(int(size) for size in chips.max(0) + 1)
+    box = tuple(int(size) for size in chips.max(0) + 1)  # the smallest that holds all chips
     cores = len(devices) // math.prod(box)
     by_place = {
         (*chip, device.core_on_chip): device
@@ -107,6 +110,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     rings = closed_dims(devices[0].device_kind in FLAT, box)
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
+    # The coordinates and the core of each device, in the order of the mesh.
     rows = coordinates(box, rings, cores, sizes).reshape(-1, len(box) + 1).tolist()
     places = list(map(tuple, rows))
     # With a hole in the box, some places have no device.
@@ -275,7 +279,7 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean number of links of a hop along an axis, for each path and each laying.
+    """Returns the mean cost of a hop along an axis, in links, for each path and each laying.
 
     The array is [paths, layings of dim 0, layings of dim 1, ...].
 
@@ -299,7 +303,8 @@ def _costs(
             # axis are the mean over the digits of the other axes.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
-            # The square makes one long hop among short ones worse than equal hops.
+            # The square, with the small weight `FAR`, makes one long hop among short ones worse
+            # than equal hops.
             costs_of_dim[:, k] = np.tensordot(steps, (links + FAR * links**2).mean(-1), 2)
         shape = [len(steps)] + [len(lines[dim]) if d == dim else 1 for d in range(len(cut))]
         costs = costs + costs_of_dim.reshape(shape)

@@ -107,7 +107,7 @@ def _exchange(blocks, axis_name):
     # `received` starts as `blocks`: the own block is in its place, and the others are overwritten.
     received = blocks
     for sends in route.rounds:
-        # `straight` sends one block a message: the block of the device that is `offset` away.
+        # `straight` sends one block per message: the block of the device that is `offset` away.
         for step, (offset,) in sends.items():
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)

@@ -74,8 +74,8 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     def alternative(leaf):
         """Returns a value that XLA does not know to equal `leaf`, or it would drop the `where`."""
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
-        is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.zeros((), leaf.dtype) if is_number else ~leaf
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
+        return jnp.zeros((), leaf.dtype) if is_float else ~leaf
 
     return [jnp.where(holds, leaf, alternative(leaf)) for leaf in x]
 

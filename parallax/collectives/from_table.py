@@ -131,6 +131,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return all_reduce_leaves(x, axis_name, total)
 
     scatter_rounds, gather_rounds, all_reduce_rounds = _prices(tables_of)
+    # `priced` gives each function the rounds from which `cost` computes its price.
     return Algorithm(
         name,
         priced(all_reduce_rounds, f"{name}.all_reduce")(all_reduce),

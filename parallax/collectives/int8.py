@@ -407,7 +407,7 @@ def _gather(part, axis_name, block_size):
 
     The shapes are `[size] -> [n, size], [size]`.
     """
-    if types.axis_size(axis_name) == 1:
+    if types.axis_size(axis_name) == 1:  # nothing is sent, so nothing is rounded
         return part[None], jnp.zeros_like(part)
     sent = quantize(part, block_size)
 
@@ -424,7 +424,7 @@ def _is_local(parts, axis_name):
 
 
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
-    """Returns `quantized_leaf` of each float leaf of `block_size` numbers or more, else `exact`.
+    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
 
     `more` are trees like `x`, whose leaves are passed too.
     """

@@ -3,9 +3,8 @@
 If a gather ends before its product begins, the multipliers wait for the links. Here a device
 multiplies a block while the next blocks arrive from both neighbours. In a product before a scatter,
 partial sums travel from both sides to the device that owns them, and in each hop a block's product
-is added.
-The whole gathered operand, or the whole product before the scatter, never exists, neither forward
-nor backward.
+is added. The whole gathered operand, or the whole product before the scatter, never exists, neither
+forward nor backward.
 
 Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
 of one device's `[T_X, D]`. T_X: each device has 1/n of the rows. {U_X}: each device has a term of
@@ -140,6 +139,8 @@ def matmul_reduce_scatter(
         ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
             does not divide by the devices.
     """
+    # The number of batch dims: `x` is [*batch, *F], the weight [*F, D], and their product
+    # [*batch, D].
     batch = x.ndim - weight.ndim + 1
     dim = dim_of("scatter_dimension", scatter_dimension, batch + 1)
     _check_not_last(

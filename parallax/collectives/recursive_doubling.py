@@ -78,8 +78,8 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     # With fixed terms, the sums are the same bits however often XLA computes them.
     x = pin_bits(x)
     hops, results = _hops_of(n), []
-    # If n is no power of two, the first hop adds the last devices' terms to the first devices, and
-    # the last hop sends the result back.
+    # If n is no power of two, the first hop adds the last devices' terms to the first devices (the
+    # other devices receive zeros), and the last hop sends the result back.
     if n & (n - 1):
         folded, *hops, results = hops
         x = x + send(x, axis_name, folded)

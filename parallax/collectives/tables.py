@@ -61,14 +61,15 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """In each round a device keeps the nearest 1/`by` of its blocks, and sends the others.
+    """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
-    The sent blocks leave in at most `by` - 1 messages, and each lands on an offset that is kept.
-    With by=2 no table of one message per round has fewer rounds, for any n.
+    It sends the others. The sent blocks leave in at most `by` - 1 messages, and each lands on an
+    offset that is kept. With by=2 no table of one message per round has fewer rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
-        # Rounded up: the offsets from `near` on are sent, and land on the offsets below `near`.
+        # Rounded up: the offsets from `near` on are sent, and land on the offsets below `near`. A
+        # message with the step `far` has the offsets from `far` on.
         near = -(-remaining // by)
         distances = range(near, remaining, near)
         rounds.append({far: range(far, min(far + near, remaining)) for far in distances})

@@ -200,13 +200,13 @@ class Choice(NamedTuple):
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
+        # The mean, and the smaller of the two sizes.
         halfway = [(math.isqrt(a * b) // 4 * 4, a) for (a, b), (f, g) in pairs if f is not g]
         # If no multiple of 4 bytes lies between two sizes, the mean is the smaller one.
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """Returns this choice with the seconds `measured` at more `sizes`, in rising order of
-        sizes.
+        """Returns this choice with the seconds `measured` at more `sizes`, all in rising order.
 
         `measured` lists the seconds of the first function at each size, then the seconds of the
         next.
@@ -350,7 +350,8 @@ def measure(
                 jax.block_until_ready(program(inputs[nbytes]))
             times[r, k] = (time.perf_counter() - start) / repeats
     medians = np.median(times[1:], axis=0).astype(np.float32)
-    # All processes must choose alike, so all take the times of the slowest.
+    # All processes must choose alike, so all take the times of the slowest: each process places its
+    # own medians on its devices, and the maximum over all devices is taken.
     spec = P(mesh.axis_names)
 
     def slowest(x):

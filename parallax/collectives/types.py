@@ -199,7 +199,7 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns `x` with each leaf varying along the axes of the same leaf of `reference`.
+    """Returns `x` with each leaf varying also where the same leaf of `reference` varies.
 
     A loop needs this for its first carry, whose type must be the type of the later carries.
     """
