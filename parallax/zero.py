@@ -197,7 +197,11 @@ def sharded(
         )
 
     def update(updates, state, weights, **extra):
-        """Returns whole updates, and the state of this device's shares; `updates` are gradients."""
+        """Returns whole updates, and the state of this device's shares; `updates` are gradients.
+
+        Only this device's shares are updated, by `update_shares`, and then the updates are
+        gathered.
+        """
         gradients = jax.tree.map_with_path(gradient_share, updates, weights)
         weight_shares = jax.tree.map_with_path(share, weights)
         updates, state = update_shares(gradients, state, weight_shares, **extra)
@@ -467,8 +471,8 @@ class ZeRO:
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 it gathers them first;
-        in the other stages `loss` is returned unchanged."""
+        """Returns `loss` for the parameters as they are stored: in stage 3 it checks their shapes
+        and gathers them first; in the other stages `loss` is returned unchanged."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -481,7 +485,8 @@ class ZeRO:
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
         microbatch before it adds them up. In stage 3 the backward pass of the gathers
-        in `loss` scatters them, and only gradients of leaves that stay whole are summed here.
+        in `loss` scatters them, and only gradients of leaves that stay whole are summed here. In
+        all stages, parameters that are not split as `rule` says are refused.
         """
 
         def scattered_grad(params, batch):

@@ -447,8 +447,8 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of a gradient function some of whose parameters are shares;
-    `shares` has their paths by axis. Raises `ValueError` if the trace fails on shapes."""
+    """Returns the traced program of a gradient function. Some of its parameters, `declared`, are
+    shares; `shares` has their paths by axis. Raises `ValueError` if the trace fails on shapes."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -470,8 +470,8 @@ class _Program:
     structure of its results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
-        """Traces `grad(params, batch)`. Only arrays can be arguments of a program, so all other
-        leaves are constants."""
+        """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
+        be arguments of a program, so all other leaves are constants."""
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
 
         def of_arrays(arrays):
@@ -557,10 +557,10 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
     `A {U_X} -> A`.
 
-    If it wraps a block that a loop runs, the loop of the backward pass all-reduces the gradients of
-    each layer. The messages can overlap with the work of the next iteration. It moves the same
-    bytes as `averaged`, but leaf by leaf, and once per microbatch: so do not wrap a gradient
-    function that uses it in `accumulated`. Tell `averaged` which parameters it sums:
+    If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
+    gradients of each layer. The messages can overlap with the work of the next iteration. They have
+    the same bytes as those of `averaged`, but are sent leaf by leaf, and once per microbatch: so do
+    not use `accumulated` around the block. Tell `averaged` which parameters are summed here:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
@@ -585,6 +585,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         if not names:
             return parameter
 
+        # `linear` computes `forward`, and has `backward` as its transpose.
         def forward(x):
             return varying(x, names)
 

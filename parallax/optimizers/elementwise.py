@@ -79,7 +79,7 @@ def checked(
 
     def wrapped(gradients, state, params, **extra):
         """Returns the optimizer's update; checks it first, unless arguments of these types have
-        passed the check already."""
+        passed the check already, so that their key is in `decided`."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types,

@@ -221,11 +221,12 @@ class _Owners(NamedTuple):
         # `rules.optimizer_specs` checks them.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
-        # Only inside a map over the axis are the parameters shares.
+        # Only inside a map over the axis are the parameters shares, which go to their owners.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
             params = jax.tree.map(_to_owner, params, params, ways)
         by_layers = self.groups(params)
+        # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
             _mapped(self.optimizer.init, len(layers))(_only(params, paths))
             for layers, paths in by_layers
@@ -343,8 +344,8 @@ def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
     """Refuses layers on a device that do not divide by the number of their owners. `shape` is the
     shape of the leaf, which has layers, on a device."""
     layers = way.lead - 1  # the last dim of layers
-    # The splits that still divide these layers: of the matrix dims, and `inner`. A split of the
-    # layers themselves has done so already.
+    # These layers are still to be divided: over the axes of split matrix dims, and over those that
+    # split no dim (`inner`). A split of the layers themselves has divided them already.
     inside = [split for split in way.splits if split.dim > layers]
     owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
     if shape[layers] % owners:

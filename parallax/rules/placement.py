@@ -97,8 +97,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, an error
-        of sizes is returned unchanged."""
+        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, a
+        "does-not-divide" is returned without one."""
         # The spec that fits would leave out the stacked axis, and each device would run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal

@@ -241,6 +241,7 @@ class CutLoop(NamedTuple):
         """Runs the scan of the second half, and adds its results to `values`. `handed` has the
         arrays of the first half, [trips, ...] each."""
 
+        # `[]`: the second half hands nothing on.
         def one_trip(arguments, handed):
             return self.trip.run_second(arguments, handed, sorted(self.results[1])), []
 
@@ -343,7 +344,7 @@ def _cut(
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
     handed = [variable for variable in in_order if variable in needed and variable in made]
     first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
-    # The second half gets the `made` arguments that it reads as handed arrays.
+    # Last, the arguments that each half reads. The second half gets `made` ones as handed arrays.
     arguments = set(jaxpr.invars)
     return Cut(
         program,
@@ -370,8 +371,8 @@ def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
 def _may_run_in(
     eqn: JaxprEqn, made: set[Any], late: set[Any], *, is_needed_first: bool
 ) -> tuple[bool, bool]:
-    """Returns whether the first half may run an equation, and whether the second half may. Where
-    both may, `_chosen` lets each half run it that needs its results.
+    """Returns whether the first half may run an equation, and whether the second half may. If both
+    may, each half runs it that needs its results (`_chosen`).
 
     Args:
         eqn: the equation.
