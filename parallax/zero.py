@@ -519,7 +519,7 @@ class ZeRO:
 
         def check(path, shape):
             """Refuses a leaf that the model lacks, or whose shape on this device does not follow
-            from its spec. `wholes` has the whole shapes by path."""
+            from its spec. By path, `specs` has the specs and `wholes` the whole shapes."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

@@ -98,6 +98,7 @@ def optimizer_specs(
         """Returns the specs of one group's state. `members` are the paths of its leaves, whose
         first `lead` dims are layers, and whose matrices are whole along the axes `names`."""
 
+        # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 

@@ -87,8 +87,9 @@ def refused(
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that seem to split layers (see `stacked_axes`). The advice never leaves a
-            leaf unsplit along them, because each device would then run all layers.
+        stacked: the axes that seem to split layers (see `stacked_axes`). If a size does not divide
+            by such an axis, the advice does not leave the leaf unsplit along it: each device would
+            run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
