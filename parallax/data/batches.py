@@ -2,7 +2,7 @@
 
 A batch does not depend on the number of devices or processes that share it, nor on earlier batches.
 So a run resumes at any step, on any layout, without a saved state of the loader. A process that
-holds a part of the batch reads only its `rows`.
+needs only some `rows` of the batch reads only these rows.
 
 Legend: N tokens.
 """
@@ -35,12 +35,12 @@ def batch(
     """Returns the rows `rows` of the global batch at `step`. The batch has `size` windows, each of
     `length` inputs and the token after them.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text anew into windows, and takes
-    each window once, in a random order. Neighbouring windows share one token. Window w is
-    `tokens[o + w * length :][: length + 1]`; the offset o and the order are drawn from (seed,
-    epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is the
-    window of number step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads only
-    the windows of these rows.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text into windows at another
+    offset, and takes each window once, in a random order. Neighbouring windows share one token.
+    Window w is `tokens[o + w * length :][: length + 1]`; the offset o and the order are drawn from
+    (seed, epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is
+    the window of number step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads
+    only the windows of these rows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
     window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
@@ -88,8 +88,9 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns the places in the text at which windows begin. The windows are those at `places` in
-    the random order of an epoch, which has `windows` windows. The offset is from 0 to `spare`.
+    """Returns the places in the text at which some windows begin: the windows at `places` in the
+    random order of the epoch's `windows` windows. The offset of the epoch is drawn from 0 to
+    `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
     # The key has 128 bits: the epoch and the seed, of 64 each. The first value draws the offset,
@@ -119,7 +120,7 @@ def permuted(
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
     """Returns the results of a permutation of the numbers of 2 `half` bits. Each round swaps the
-    two halves, and mixes one into the other.
+    two halves of a number, and mixes one half into the other.
     """
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
@@ -145,12 +146,12 @@ def held_out_batches(
     length: SupportsIndex,
     limit: SupportsIndex | None = None,
 ) -> Iterator[Int32[np.ndarray, "size length_and_one"]]:
-    """Returns an iterator over batches of the text's windows in order, `size` windows each, and at
-    most `limit` batches. They are the same in every evaluation.
+    """Returns an iterator over at most `limit` batches of the text's windows, in order, with `size`
+    windows per batch. The batches are the same in every evaluation.
 
     Each token after the first is a target once. Windows at the end that do not fill a batch are
-    left out, so all shapes are equal. Raises `ValueError` for a text shorter than one batch, for a
-    size below 1, and for tokens that `batch` refuses.
+    left out, so all batches have one shape. Raises `ValueError` for a text shorter than one batch,
+    for a size below 1, and for tokens that `batch` refuses.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:

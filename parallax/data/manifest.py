@@ -2,10 +2,10 @@
 has changed, an error names it.
 
 A manifest is one line of JSON, followed by a line with the hash of the first. So a changed bit is
-noticed in the manifest itself, and in the files that it lists.
+noticed, both in the manifest itself and in the files that it lists.
 
-The hash is XXH3 with 128 bits, at 20 GB/s per core (sha256: 2 GB/s). It finds damage; it does not
-protect against an attacker.
+The hash is XXH3 with 128 bits, at 20 GB/s per core (sha256: 2 GB/s). The hash finds damage; it does
+not protect against an attacker.
 """
 
 import json
@@ -127,7 +127,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
     It must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one file.
-    Each name must be that of a file inside the manifest's folder. Raises `Damaged` for anything
+    Each name must be the name of a file inside the manifest's folder. Raises `Damaged` for anything
     else.
     """
     need(
@@ -158,7 +158,8 @@ def is_hash(value: Any) -> bool:
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     """Checks that the entry `format` of a record, which was read at `path`, is `number`.
 
-    Raises `Damaged` if the entry is not a number, and a plain `ValueError` if it is another number.
+    Raises `Damaged` if the entry is no whole number above 0, and a plain `ValueError` if it is
+    another number.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -180,8 +181,8 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
-    """Raises `Damaged` if the hash of a file in `folder` differs from the one in `files`, which has
-    the `[size, hash]` of each file by name, as `hashes` returns them.
+    """Raises `Damaged` if the hash of a file in `folder` differs from its hash in `files`. `files`
+    has the `[size, hash]` of each file by name, as `hashes` returns them.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda name: _size_and_hash(folder / name)[1], files)

@@ -60,17 +60,17 @@ def placed(
 
 
 class Prefetched(Generic[Batch]):
-    """An iterator over `make(start)`, ..., `make(stop - 1)`. A thread makes up to `ahead` of them
-    in advance.
+    """An iterator over the batches `make(start)`, ..., `make(stop - 1)`. A thread makes up to
+    `ahead` batches in advance.
 
         make = lambda step: placed(tokens, sharding, step=step, ...)
         with Prefetched(make, start, stop) as batches:
             for batch in batches:
                 ...
 
-    An error of `make` is raised by the `next` that asks for its step. At most `ahead` + 1 batches
-    are in memory. At the end of the `with` block the thread ends, after the batch that it is
-    making.
+    If `make` raises an error at a step, the `next` that asks for the batch of this step raises it.
+    At most `ahead` + 1 batches are in memory. At the end of the `with` block the thread ends, after
+    the batch that it is making.
 
     Args:
         make: a function that returns the batch of a step.

@@ -31,9 +31,9 @@ class Shards:
     """Tokens in several files. `len(shards)` and `shards[places]` have the same results as for one
     array of all tokens.
 
-    `data.batch` takes the shards, and returns the same batches as for one array of all tokens. Each
-    file is opened when it is indexed. Indexing raises `IndexError` for a place outside the text,
-    and the errors of `token_file.File`.
+    `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
+    file is opened only when its tokens are read. Indexing raises `IndexError` for a place outside
+    the text, and the errors of `token_file.File`.
 
     Attributes:
         parts: the tokens of each file, in order.

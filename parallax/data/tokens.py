@@ -44,10 +44,10 @@ class Source(Protocol):
 
 
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
-    """Stores `tokens` at `path`, and their record at `record_of(path)`.
+    """Stores `tokens` in the file `path`, and a record of the tokens in `record_of(path)`.
 
     Each file appears whole or not at all. The record is written last, and an older record is
-    removed before the tokens appear. So a record is never next to tokens of another vocabulary.
+    removed before the tokens appear. So a record never stands beside tokens of another vocabulary.
 
     Raises `ValueError` if there are no tokens, or if they are not whole numbers in one dim or are
     outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example because
@@ -90,7 +90,7 @@ def store(
 def read(
     path: str | os.PathLike[str], *, vocabulary: SupportsIndex, check_bytes: bool = True
 ) -> File:
-    """Returns the tokens stored at `path`; they are read when they are indexed.
+    """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
     A file without a record, which another program wrote, is read as tokens of this vocabulary.
 

@@ -76,12 +76,12 @@ class Stages:
         self._number, self._over = 0, False  # the number of ended stages; whether one failed
 
     def end(self, error: BaseException | None = None) -> None:
-        """Waits until all processes have ended this stage, and returns if all succeeded. If one did
-        not, it sets `again`, and raises an error on every process.
+        """Waits until all processes have ended this stage, and returns if all succeeded. If a
+        process did not succeed, `end` sets `again`, and raises an error on every process.
 
-        A barrier carries no message, so a process answers by whether it comes. A process with an
-        error does not come to the barrier "well", so the others reach their deadline. If its error
-        is not transient, it does not come to the barrier "again" either.
+        A barrier carries no message, so a process answers by coming to a barrier or not. A process
+        with an error does not come to the barrier "well", so the others reach their deadline. If
+        its error is not transient, it does not come to the barrier "again" either.
 
         Args:
             error: the error of this process in the stage, or None; it is raised.

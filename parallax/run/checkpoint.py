@@ -1,9 +1,9 @@
 """Checkpoints that can be trusted: Orbax writes the arrays, and a manifest lists all files with
 their hashes.
 
-Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but it
-does not notice a changed bit. Here a checkpoint counts only with its manifest, which is written
-last. A checkpoint that fails its check is refused with a message, and the newest good one is
+Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but does
+not notice a changed bit. Here a checkpoint counts only with its manifest, which is written last. A
+checkpoint that fails its check is refused with a message, and the newest good checkpoint is
 restored. A state that is not finite is neither stored nor restored:
 
     folder/00000100/arrays/...       Orbax's files
@@ -118,7 +118,7 @@ class Checkpoints:
         tries: int = 8,
         say: Callable[[str], Any] = print,
     ):
-        """Checks the arguments, and makes the folder. The lock on it is taken by `with`."""
+        """Checks the arguments, and makes the folder. `with` takes the lock on the folder."""
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
             raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
         if tries < 1:
@@ -142,7 +142,9 @@ class Checkpoints:
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. `refused` is read at the call: it changes."""
+            """Moves a bad checkpoint of `step` aside. Reads `refused` when it is called, since the
+            dict changes.
+            """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
         self._writer = Writer(
@@ -227,20 +229,20 @@ class Checkpoints:
         return self._writer.busy()
 
     def check(self) -> None:
-        """Raises the error of a save in the background, if there was one. It costs almost nothing,
-        so call it at every step.
+        """Raises the error of a save in the background, if there was one. The call costs almost
+        nothing, so make it at every step.
         """
         self._writer.check()
 
     def wait(self) -> None:
-        """Waits until the last save is finished, with its manifest. Raises its error, as `check`
-        does.
+        """Waits until the last save is finished, with its manifest. Raises the error of the save,
+        as `check` does.
         """
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
         """Forgets that the checkpoint of `step` was refused, since there is a new one, and removes
-        old checkpoints. The writer calls it after it has finished a checkpoint.
+        old checkpoints. The writer calls this method after it has finished a checkpoint.
         """
         self.refused.pop(step, None)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
@@ -264,7 +266,8 @@ class Checkpoints:
         finished one.
 
         All files are checked against the manifest before an array is read, at about 20 GB/s per
-        core; each process checks a share of them. No device and no collective waits meanwhile.
+        core; each process checks a share of the files. No device and no collective waits during the
+        check.
 
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
@@ -321,7 +324,7 @@ class Checkpoints:
 
     def _come(self) -> None:
         """Waits at a barrier, for up to a day, until all processes have come here. A collective
-        after it is then short, and does not meet a deadline.
+        after the barrier is then short, and does not meet a deadline.
         """
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
@@ -361,7 +364,7 @@ class Checkpoints:
     def _newest_good(self) -> int:
         """Returns the newest step that is not refused and whose files have the right names and
         sizes; refuses the newer checkpoints. Returns `NONE` if the folder never held a finished
-        checkpoint. Raises `Refused` if it held some, and none is good.
+        checkpoint. Raises `Refused` if the folder held finished checkpoints, and none is good.
         """
         # Each step with a folder or named in `newest.json`; why that file cannot be read, or "".
         steps, damage = retention.seen(self.folder)

@@ -6,18 +6,19 @@ copy, the leaf and the device are named.
         if i % 50 == 0:
             fingerprint.check(i, state)            # raises CopiesDiffer, on all processes alike
 
-A parameter that all replicas hold must have the same bits on all of them. If it does not, something
-is broken: a memory, an arithmetic unit, a link, or a program. No other check notices the
+A parameter that all replicas hold must have the same bits on all replicas. If the bits differ,
+something is broken: a memory, an arithmetic unit, a link, or a program. No other check notices the
 difference, since JAX reads one copy and assumes that the others are equal.
 
 Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
-words of all devices to all devices. Every device then compares the words of copies: of devices
-along the mesh axes that do not split the leaf. The check is a separate program, so a step without a
-check costs nothing and compiles as before. The check reads the state once, and sends 8 bytes per
-leaf.
+words of all devices to all devices. Every device then compares the words of copies: copies are the
+blocks of devices along the mesh axes that do not split the leaf. The check is a separate program,
+so a step without a check costs nothing and compiles as before. The check reads the state once, and
+sends 8 bytes per leaf.
 
-An array cannot be compared if each device has another block of it; `uncompared` names such arrays.
-With ZeRO they are in the optimizer's state, and in stage 3 also among the parameters.
+An array cannot be compared if each device has a different block of the array; `uncompared` names
+such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
+too.
 """
 
 import functools
@@ -98,11 +99,11 @@ def differing(tree: PyTree) -> list[Differs]:
     """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
     list if no copies differ.
 
-    The sharding of an array says which blocks should be equal: those of devices along the mesh axes
-    that the spec does not name. All processes must call the function, and get the same list. The
-    copies that most devices hold are taken to be right. The rarest copy comes first in the list. If
-    a step has carried the fault to other devices, as between tensor shards, the fault most likely
-    began at the rarest copy.
+    The sharding of an array says which blocks should be equal: the blocks of devices along the mesh
+    axes that the spec does not name. All processes must call the function, and get the same list.
+    The copies that most devices hold are taken to be right. The rarest copy comes first in the
+    list. If a step has carried the fault to other devices, as between tensor shards, the fault most
+    likely began at the rarest copy.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -150,7 +151,8 @@ def compared(
     """Returns whether the copies of each array of `tree` along `axis` are the same, and the words
     of all copies. Call it inside `mesh.spmd`.
 
-    It costs one gather of 8 bytes per leaf. Both results are the same on all devices of `axis`.
+    The call costs one gather of 8 bytes per leaf. Both results are the same on all devices of
+    `axis`.
 
     Args:
         tree: local blocks.
@@ -172,7 +174,9 @@ def compared(
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
             "Use the specs of rules.specs or step.init."
         )
-    # Typed as varying: if the type said that replicas are equal, JAX could read just one of them.
+    # `of` is the checksum. The blocks are typed as varying: if the type said that replicas are
+    # equal, JAX could read just one of them. After the gather every device has all words, which
+    # `replicated` tells JAX.
     local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
     words = replicated(axis.all_gather(local_words), names).reshape(*sizes, len(leaves), WORDS)
     # The numbers of the leaves, by the dims of `words` (mesh axes) along which they are copies.
@@ -324,7 +328,9 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
 
 
 def _places(device_mesh: Mesh) -> tuple:
-    """Returns the axes, the shape and the devices' ids of a mesh, to compare it with another."""
+    """Returns the axes, the shape and the devices' ids of a mesh, to compare the mesh with another
+    one.
+    """
     return (
         device_mesh.axis_names,
         device_mesh.devices.shape,
@@ -333,7 +339,7 @@ def _places(device_mesh: Mesh) -> tuple:
 
 
 def _split(spec: PartitionSpec) -> set[str]:
-    """Returns the axes that a spec names: along them each device has another block."""
+    """Returns the axes that a spec names. Along these axes each device has a different block."""
     return {name for entry in spec for name in mesh.entry_axes(entry)}
 
 

@@ -1,4 +1,4 @@
-"""`Job`, which is one process of a job of several, and functions that end the process. JAX is not
+"""`Job`, which describes one process of a job, and functions that end the process. JAX is not
 imported here.
 """
 
@@ -53,7 +53,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
-    """Ends the process at once, without a save. It is a handler for `signals.listening`, which
+    """Ends the process at once, without a save. This is a handler for `signals.listening`, which
     passes the signal and the count of signals so far.
     """
     end(

@@ -6,13 +6,13 @@ holds it. JAX is not imported here, so that a second run is refused within a sec
     claim.release()                    # also at the end of the process, of any kind
 
 The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel releases it when
-the process is gone, also after kill -9. The file may then be left behind, and the next run takes it
-over. Readers need no lock.
+the process is gone, also after kill -9. The file may then be left behind, and the next run takes
+the file over. Readers need no lock.
 
 On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
-CephFS, GPFS, SMB and Lustre mounted with `flock` hold it for all machines. If a machine dies, it
-keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`, and
-BeeGFS by default, hold the lock only for the processes of one machine. On a file system without
+CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. If a machine dies,
+it keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`,
+and BeeGFS by default, hold the lock only for the processes of one machine. On a file system without
 locks, a line is printed, and nothing keeps a second run out.
 """
 
@@ -41,8 +41,8 @@ class Held(OSError):
 
 
 class Lock:
-    """The lock on `folder`, as `take` returns it; as a context manager, it is released at the end
-    of the block.
+    """The lock on `folder`, as `take` returns it. As a context manager, it releases the lock at the
+    end of the block.
     """
 
     def __init__(self, folder: Path, file_lock: Any, created: list[Path]):
@@ -69,10 +69,10 @@ class Lock:
 
 
 def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
-    """Returns the exclusive lock on `folder`, which is made if it is missing.
+    """Takes and returns the exclusive lock on `folder`; makes the folder if it is missing.
 
-    In a job of several processes, call it only on rank 0. On a file system without locks it prints
-    a line, and returns a `Lock` that keeps no other run out.
+    In a job of several processes, call `take` only on rank 0. On a file system without locks,
+    `take` prints a line, and returns a `Lock` that keeps no other run out.
 
     Raises:
         Held: another run has the lock.
@@ -125,7 +125,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
 
 def _make(folder: Path, created: list[Path]) -> None:
-    """Makes the folder and its parents, and adds those that were missing to `created`."""
+    """Makes the folder and its parents, if they are missing. Adds each folder that it made to
+    `created`.
+    """
     for path in (*reversed(folder.parents), folder):
         if not os.path.isdir(path):
             with contextlib.suppress(FileExistsError):  # another run was faster

@@ -46,8 +46,8 @@ class Skipped:
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
         """Returns whether step `number` was skipped. Raises `OverBudget` if more steps than the
-        budget were skipped, without those that only lowered the loss scale. The state is still good
-        to save.
+        budget were skipped; steps that only lowered the loss scale do not count. The state is still
+        good to save.
 
         Args:
             number: the number of the step.
@@ -88,9 +88,9 @@ class Clock:
         with clock("steps"):
             ...
 
-    Put `clock.note()` into each checkpoint, and pass it as `note` when the run is resumed. The
-    steps after the checkpoint, which were lost, and the time until the restart then count as not
-    productive.
+    Put `clock.note()` into each checkpoint, and pass that note to `Clock` when the run is resumed.
+    The steps after the checkpoint, which were lost, and the time until the restart then count as
+    not productive.
 
     Args:
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
@@ -222,7 +222,7 @@ def jsonl(
 
 
 def _append(path: Path, text: str) -> None:
-    """Adds `text` to the end of a file. If that fails, it tries to remove the part that was
+    """Adds `text` to the end of a file. If the write fails, it tries to remove the part that was
     written.
     """
     size = path.stat().st_size if path.exists() else 0

@@ -39,8 +39,8 @@ NAMES = (
 
 
 class Peers:
-    """Tells the other processes of a job about this one, and asks about them. It is made when JAX
-    has connected the processes.
+    """Tells the other processes of a job about this process, and asks about the others. Make it
+    when JAX has connected the processes.
 
     Args:
         job: this process.
@@ -93,7 +93,9 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread: if it returned from JAX while Python ends, the process would abort."""
+        """Stops the thread: if the thread returned from JAX while Python ends, the process would
+        abort.
+        """
         self._closed.set()
         self._thread.join(GRACE)
 
@@ -114,8 +116,8 @@ class Peers:
         """Returns a message that names the process that most likely holds up the others, or an
         empty text.
 
-        It takes `GRACE` seconds, and at most twice as long. If the store, which is in rank 0, does
-        not answer in that time, rank 0 is named.
+        The call takes `GRACE` seconds, and at most twice as long. If the store, which is in rank 0,
+        does not answer in that time, rank 0 is named.
         """
 
         def compare() -> str:
@@ -189,9 +191,9 @@ def _silent(entry: dict[str, Any]) -> str:
 def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
     """Returns a message about the process that most likely holds up the others; "" if all wait.
 
-    The first choice is a process that has left. The second is one whose count is the same in the
-    two readings, `before` and `after`. The third is one in a phase that does not wait for others.
-    `rank` is this process, which is left out. The readings have the entries by key.
+    The first choice is a process that has left. The second is a process whose count is the same in
+    the two readings, `before` and `after`. The third is a process in a phase that does not wait for
+    others. `rank` is this process, which is left out. The readings have the entries by key.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():
@@ -207,8 +209,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`; `None` if it takes longer than `seconds`, or JAX's service
-    cannot be reached. The service does not answer while rank 0 is stopped.
+    """Returns the result of `call`; `None` if the call takes longer than `seconds`, or JAX's
+    service cannot be reached. The service does not answer while rank 0 is stopped.
     """
     results = []
 

@@ -1,9 +1,9 @@
 """Many processes as one job: if one fails, all end; if one is preempted, all save.
 
 There is no launcher here. `srun`, `mpirun`, Kubernetes or Cloud TPU starts the same program on
-every machine; `jax.distributed` reads their variables and connects the processes. With JAX's
-defaults, the other processes wait for minutes for one that raised an error; `run` ends the job at
-once. JAX's preemption service catches SIGTERM; `preemption` asks this service, so that all
+every machine; `jax.distributed` reads the launcher's variables and connects the processes. With
+JAX's defaults, if one process raises an error, the others wait several minutes; `run` ends the job
+at once. JAX's preemption service catches SIGTERM; `preemption` asks this service, so that all
 processes stop after the same step.
 
     job = processes.initialize()
@@ -160,7 +160,7 @@ def _age() -> float:
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
     """Prints a message and ends the process if the `with` block has not ended `seconds` after the
-    start of the process. The block has at least half of them.
+    start of the process. The block has at least half of these seconds.
     """
     # A thread ends the process, because a call that waits inside JAX cannot be interrupted.
     timer = threading.Timer(
@@ -189,9 +189,9 @@ def run(main: Callable[[], Any], job: Job) -> None:
 
     After an error, the process prints the traceback, and does not wait for exit handlers, barriers
     or threads, each of which might wait for a process that is gone. The other processes read within
-    two seconds that this one raised an error, and end. A process that fails because another one is
-    gone waits `peers.GRACE` seconds, and names it. `SystemExit` ends the process with its
-    code and message. `lock.Held` (another run holds the folder) prints one line.
+    two seconds that this process raised an error, and end. If a process fails because another one
+    is gone, it waits `peers.GRACE` seconds, and names the other one. `SystemExit` ends the process
+    with its code and message. `lock.Held` (another run holds the folder) prints one line.
     """
     several = jax.distributed.is_initialized()
     # A signal asks a job of several processes to stop together; a single process ends at once.
@@ -223,7 +223,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
 
 
 def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
-    """Prints `message`, tells the other processes `why` this one ends, and ends it."""
+    """Prints `message`, tells the other processes `why` this process ends, and ends it."""
     with contextlib.suppress(OSError):
         os.write(2, message.encode(errors="replace"))
     if job.peers:
@@ -254,9 +254,8 @@ def of_peers(error: BaseException) -> bool:
 def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """Returns `prepare()` on all ranks, or ends all ranks if it fails on any rank.
-
-    Use it for checks before the work, such as of flags, or of files that one machine may lack.
+    """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use it
+    for checks before the work, such as checks of flags, or of files that one machine may lack.
     Every rank must call it. If a rank raises a `ValueError`, an `OSError` or an `ImportError`, the
     lowest such rank prints the error in one line, and all ranks end with code 2. Other errors are
     raised.

@@ -77,8 +77,9 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """Returns whether `folder` is the checkpoint of `step` of the run with these settings, finished
     or not.
 
-    A record in the folder must say so: a link, the folder of another run, and a folder of other
-    files are not this run's. An empty folder counts as this run's, since it has nothing to lose.
+    A record in the folder must say so. A link, the folder of another run, and a folder of other
+    files do not belong to this run. An empty folder counts as this run's, since nothing is lost if
+    it is removed.
     """
     if folder.is_symlink():
         return False
@@ -98,7 +99,7 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     name. The files themselves are not read.
 
     Raises `manifest.Damaged` if the manifest is missing or malformed, or lists more bytes than such
-    arrays can need. Raises a plain `ValueError` if it has another format.
+    arrays can need. Raises a plain `ValueError` if the manifest has another format.
     """
     path = folder / MANIFEST
     entries = manifest.read(path)
@@ -126,8 +127,8 @@ def most_bytes(record: Record) -> int:
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
-    """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if they
-    are not a valid record; the message names the first wrong entry.
+    """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if the
+    entries are not a valid record; the message names the first wrong entry.
     """
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
@@ -155,8 +156,8 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Checks that a folder is the finished checkpoint of `step` of the run with these settings. It
-    checks names and sizes, and not hashes.
+    """Checks that a folder is the finished checkpoint of `step` of the run with these settings.
+    Names and sizes are checked, and hashes are not.
 
     Raises:
         manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
@@ -184,7 +185,7 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Returns the differences between the settings of another run and of this one as text, such as
+    """Returns the differences between the settings of another run and of this run as text, such as
     `width=64 (here 128)`; an empty text if they agree.
     """
     absent = object()

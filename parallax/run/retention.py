@@ -1,8 +1,8 @@
 """Decides which checkpoints in a folder stay, and removes the others. Only checkpoints of this run
 are removed, whatever else is in the folder.
 
-A checkpoint is *finished* if it has a manifest. It is *refused* if this run has found that it
-cannot be restored; `refused` has the error of each such step.
+A checkpoint is *finished* if it has a manifest. A checkpoint is *refused* if this run has found
+that it cannot be restored; `refused` has the error of each such step.
 """
 
 import itertools
@@ -132,9 +132,9 @@ def prune(
     """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
     does not keep, unfinished ones, and replaced ones.
 
-    The newest checkpoint whose loss was measured also stays. A refused checkpoint stays until there
-    is a newer good one; if it was refused for another reason than damage, it stays forever. Nothing
-    is removed if no checkpoint is good.
+    The newest checkpoint whose loss was measured also stays. A damaged checkpoint that was refused
+    stays until there is a newer good one. A checkpoint that was refused for another reason stays
+    forever. Nothing is removed if no checkpoint is good.
     """
     # Each folder is checked only once. A folder that cannot be read counts as another run's, and
     # stays; at a second check it might be readable, and would be removed.
@@ -189,8 +189,8 @@ def remove(path: Path) -> None:
 
 
 def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
-    """Returns the folder of the newest checkpoint whose loss was measured: of the steps `newest`
-    (newest first), or else of the steps `others`; None if there is none.
+    """Returns the folder of the newest checkpoint whose loss was measured, among the steps `newest`
+    (newest first), or else among the steps `others`. Returns None if no loss was measured.
     """
     for step in (*newest, *sorted(others, reverse=True)):
         path = path_of(folder, step)

@@ -1,9 +1,9 @@
 """Handles signals that end a run, also while the main thread is inside a compiled program.
 
-Python calls a signal's handler in the main thread, between two Python instructions. So it calls
-none while that thread compiles or waits for devices. But the C part of Python's handler writes the
-signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread here reads the pipe. JAX is
-not imported here.
+Python calls a signal's handler in the main thread, between two Python instructions. So Python calls
+no handler while that thread compiles or waits for devices. But the C part of Python's handler
+writes the signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread here reads the
+pipe. JAX is not imported here.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Writes a line to stderr by one system call, from any thread. If the terminal is gone, it does
-    nothing.
+    """Writes a line to stderr by one system call, from any thread. If the terminal is gone, the
+    line is lost without an error.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())

@@ -59,8 +59,8 @@ class Spikes:
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no spike; infinite while there are fewer than 16 losses, or if
-        their median is not above 0.
+        """The largest loss that is no spike. It is infinite while there are fewer than 16 losses,
+        or if the median of the losses is not above 0.
         """
         median = statistics.median(self._losses) if len(self._losses) >= LEAST else 0.0
         # In float32, as the step on the devices compares it, so that both give one answer.

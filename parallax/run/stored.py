@@ -1,6 +1,6 @@
 """Converts a state to arrays by name, in a form that all layouts share, and back to any shardings.
 
-Arrays are named by their path in the tree. A layout may change the form of a state: a pipeline
+The name of an array is its path in the tree. A layout may change the form of a state: a pipeline
 splits its blocks into chunks. The caller gives two functions: `to_disk` undoes this change before
 the state is stored, and `from_disk` makes the change again after the state is read.
 """
@@ -121,8 +121,8 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Raises `ValueError` if the checkpoint's leaves differ in name, type or shape from those of
-    the state to restore, `arrays` and `numbers`; the message names the leaves.
+    """Raises `ValueError` if the checkpoint's leaves differ in name, type or shape from the leaves
+    of the state to restore, which are `arrays` and `numbers`. The message names the leaves.
     """
 
     def kinds(numbers):
@@ -157,7 +157,9 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns `like` with the stored arrays and plain numbers, by path; other leaves stay."""
+    """Returns the tree `like`, with the stored arrays and plain numbers of the same paths in place
+    of its own. Other leaves stay.
+    """
 
     def leaf(path, leaf):
         """Returns the stored number or array with this path, in the type of the leaf of `like`. A
@@ -223,7 +225,7 @@ def described(leaf: Any) -> list:
 
 def plain(leaf: Any) -> Any:
     """Returns a leaf as Orbax stores it: a random key as its integers, a NumPy scalar as an array,
-    and other arrays unchanged. For a `jax.ShapeDtypeStruct` it returns a `jax.ShapeDtypeStruct`.
+    and other arrays unchanged. If the leaf is a `jax.ShapeDtypeStruct`, so is the result.
     """
     if not _is_key(leaf):
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
@@ -234,8 +236,8 @@ def plain(leaf: Any) -> Any:
 
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of the arrays that have size zero, which Orbax does not store. For a
-    `jax.ShapeDtypeStruct` of size zero, it makes the array.
+    """Returns the arrays of size zero among `arrays`; Orbax does not store these. In place of a
+    `jax.ShapeDtypeStruct` of size zero, it returns a new array.
     """
 
     def array(leaf):
@@ -285,8 +287,8 @@ def _of_blocks(
 ) -> jax.Array:
     """Returns a global array of `shape` from this process's blocks, by device.
 
-    On accelerators the blocks stay in the host's memory, if the devices can read it: the memory of
-    the devices is full of the run's own state.
+    On accelerators the blocks stay in the host's memory, if the devices can read that memory: the
+    devices' own memory is full of the run's state.
     """
     memory_kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
     if next(iter(blocks)).platform != "cpu" and "pinned_host" in memory_kinds:

@@ -30,12 +30,12 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
-    The time runs from the moment when the watchdog is made. Make it first, so that `first` limits
-    the whole start.
+    The time runs from the moment when the watchdog is made. Make the watchdog first, so that the
+    argument `first` limits the whole start.
 
     Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end it
-    without the others. A rank in such a phase is probably held up by another rank, so it prints its
-    message `peers.GRACE` seconds later. The rank at fault then prints first, with the stacks of its
+    without the others. A rank that waits is probably held up by another rank, so it prints its
+    message `peers.GRACE` seconds later. So the rank at fault prints first, with the stacks of its
     threads, and ends the job. If that rank cannot print, because it is stopped, is gone or holds
     Python's lock, the others name it by `Peers.culprit`.
 
@@ -89,7 +89,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """The seconds that the current step may take. Until the second step begins they are
+        """The seconds that the current step may take. Until the second step begins the limit is
         `first`, because the first step is compiled.
         """
         return self.seconds if self._steps > 1 else self.first
@@ -137,8 +137,8 @@ class Watchdog:
         end("")
 
     def _culprit(self) -> str:
-        """Returns a message that names the process at fault; "" if none is known. It takes `GRACE`
-        seconds, or more if JAX's service does not answer.
+        """Returns a message that names the process at fault; "" if none is known. The call takes
+        `GRACE` seconds, or more if JAX's service does not answer.
         """
         if self.job.peers:
             return self.job.peers.culprit()

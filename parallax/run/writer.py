@@ -1,8 +1,10 @@
-"""Writes checkpoints while the run takes further steps. Orbax writes its files; then they are
+"""Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then all files are
 hashed, the manifest is written, which *seals* the checkpoint, and old checkpoints are removed.
 
-If the storage fails for a while, the save is tried again after growing pauses. All processes go
-through the same `Stages`, and agree on how each stage ended.
+If the storage fails for a while, the save is tried again, after longer and longer pauses. All
+processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
+stage in which only the first process works. `Stages.failed(error)` returns whether to try again,
+and the same answer on all processes.
 """
 
 import contextlib
@@ -71,8 +73,8 @@ class Writer:
         other checkpoint may be in progress.
 
         `lost` waits for the search for nan and inf, and returns the names of the arrays that have
-        any. It is called after the writing has begun, so that both run at once. If it returns
-        names, the files are removed again.
+        any. `write` calls `lost` after Orbax has begun to write, so that the search and the writing
+        run at once. If it returns names, the files are removed again.
 
         Raises:
             ValueError: an array is not finite.
@@ -115,7 +117,9 @@ class Writer:
             raise error
 
     def wait(self) -> None:
-        """Waits until the checkpoint is finished. Raises its error, as `check` does."""
+        """Waits until the checkpoint is finished. Raises the error of the background thread, as
+        `check` does.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -168,8 +172,8 @@ class Writer:
     ) -> None:
         """Finishes a save, in the writer's thread: waits for Orbax, and seals the checkpoint.
 
-        If the storage fails, it tries again after a pause, up to `tries` times; arrays that are
-        written are not written again. The last error is kept for `check`.
+        If the storage fails, the method tries again after a pause, up to `tries` times in all;
+        arrays that are written are not written again. The last error is kept for `check`.
 
         Args:
             name: the name of this save, which its barriers begin with.
@@ -228,7 +232,7 @@ class Writer:
 
         def meet(key: str, timeout_ms: int) -> None:
             """Ends a stage of the save, in place of a barrier of Orbax: if a process has failed,
-            all learn it. The stage has a key and a limit of its own.
+            all processes learn it. `key` and `timeout_ms` are not used: the stage has its own.
             """
             self._stages.end()
 
