@@ -210,7 +210,7 @@ def _uncertain(entry: Entry) -> str:
         )
     warning = ""
     if entry.kind == "collective-permute":
-        warning = " Where devices take different branches, a permute hangs."
+        warning = " If devices take different branches, a permute hangs."
     return f"{what}: stands in a conditional, and is counted as if all its branches ran.{warning}"
 
 

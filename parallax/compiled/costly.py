@@ -73,12 +73,12 @@ def instructions(
 
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
-    """Returns the first instructions as text, each with its share of the sum of all."""
+    """Returns the first `rows` instructions as text, each with its share of the seconds of all."""
     total = sum(instruction.seconds for instruction in expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:
         milliseconds = f"{1e3 * instruction.seconds:9.4f} ms {instruction.seconds / total:6.1%}"
-        result = instruction.result.split("{")[0]
+        result = instruction.result.split("{")[0]  # without the layout
         lines.append(
             f"{milliseconds} {instruction.times:>5} x  {instruction.opcode:<14} {result:<28} "
             f"{instruction.line or instruction.name}"

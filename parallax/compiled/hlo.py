@@ -142,6 +142,7 @@ class Instruction(NamedTuple):
             return list(_named(text))
         if text.startswith("["):
             return list(_iota(text))
+        # A list such as {{0,1},{2,3}}
         return [np.array(group.split(","), int) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
@@ -235,6 +236,7 @@ def _instruction(name: str, definition: str) -> Instruction:
     # The value of a constant and the number of a parameter stand in the place of operands.
     if opcode in ("constant", "parameter"):
         attributes = operands + attributes
+    # Instructions that it waits for without reading their results.
     waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
     return Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes)
 

@@ -114,8 +114,8 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
     switch and one to the network."""
     return Machine(
         hardware,
-        tuple((k,) for k in range(devices)),
-        tuple(k // in_machine for k in range(devices)),
+        tuple((k,) for k in range(devices)),  # places
+        tuple(k // in_machine for k in range(devices)),  # the machine of each device
     )
 
 

@@ -124,6 +124,7 @@ class Computations(NamedTuple):
         right = self._start_and_step(where, loop, names["body"], test.right)
         if left is None or right is None:
             return 0
+        # The start and the step of the left side minus the right side.
         return _turns(test.direction, left[0] - right[0], left[1] - right[1])
 
     def _start_and_step(

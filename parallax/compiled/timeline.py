@@ -192,7 +192,7 @@ class _Replay:
         instruction's attributes to its source line (`lines`)."""
         self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
         self.costs = seconds.Costs(program, machine.hardware, machine.cores)
-        # By the name of an instruction: its message, and the collectives in it.
+        # The results of `_message` and `_collectives`, by the name of the instruction.
         self.known: dict[str, _Message] = {}
         self.inside: dict[str, list[hlo.Instruction]] = {}
 

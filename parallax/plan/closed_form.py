@@ -179,6 +179,7 @@ class Plan:
     @functools.cached_property
     def memory(self) -> Memory:
         """Bytes on a device. The first use traces the step, which takes some seconds."""
+        # the function of this module
         return memory(
             self.config,
             self.layout,
@@ -525,7 +526,8 @@ def _of_memory(memory: Memory) -> list[str]:
 
 
 def table(plan: Plan) -> str:
-    """Returns the plan as text, a line for each number."""
+    """Returns the plan as text: the sizes, the bytes of memory by kind, the bytes and seconds of
+    messages by axes, the operations, and the seconds of a step."""
     layout = plan.layout
     lines = [
         f"{plan.config.parameters:,} parameters, {layout.devices} x {plan.hardware.name}: "

@@ -62,7 +62,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
 
 
 def compared(rows: Sequence[Comparison]) -> str:
-    """Returns the comparisons as text, one line for each."""
+    """Returns the comparisons as text: a line of titles, then one line for each."""
     head = f"{'bytes on each device':<28} {'predicted':>16} {'program':>16}  {'off':>7}"
     lines = [
         f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}"

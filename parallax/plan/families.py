@@ -68,8 +68,9 @@ def layer_of(config: Config) -> Layer:
     """Returns the sizes of a layer of the model."""
     D = config.width
     if isinstance(config, gpt2.Config):
-        return Layer(D, queries=D, keys=D, hidden=4 * D, inputs=1)
+        return Layer(D, queries=D, keys=D, hidden=4 * D, inputs=1)  # not gated
     K = config.head_width
+    # `groups` is the number of heads of keys. A SwiGLU is gated, so it has two input matrices.
     return Layer(
         D, queries=config.heads * K, keys=config.groups * K, hidden=config.hidden, inputs=2
     )

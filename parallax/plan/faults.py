@@ -137,7 +137,8 @@ def wall(between: float, interval: float, *, save: float, restart: float) -> flo
 
 
 def table(found: Faults) -> str:
-    """Returns the cost of faults as text, in two lines."""
+    """Returns the cost of faults as text: the interval and the lost shares of time, or one line if
+    no failure is expected."""
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (

@@ -52,6 +52,7 @@ def recomputed(layout: Layout) -> Recomputed:
     """Returns the arrays that a layer keeps, and the operations that its backward pass runs again,
     under a layout's `remat`."""
     word = layout.remat
+    # With remat `stage` a layer keeps everything while its stage runs again and then backward.
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
     # ZeRO-3 gathers a layer's weights again even if the layer keeps all the rest.
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
@@ -64,7 +65,8 @@ def recomputed(layout: Layout) -> Recomputed:
     else:  # with ZeRO-3 also for remat `attention`, which then keeps attention's arrays
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No
-    # gradient needs the result of its second sum.
+    # gradient needs the result of its second sum. `gathers` and `sums` do not count those of a
+    # stage that runs again: its readers add them if `whole_stage`.
     return Recomputed(
         keeps=keeps,
         keeps_gathered=not gathers_again,

@@ -144,4 +144,5 @@ def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
     """
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))
+    # Tokens and the step's number have 4 bytes each.
     return 4 * (batch // layout.replicas) * (config.context + 1) + 4 + scale_bytes

@@ -203,6 +203,7 @@ def _placed(
     for buffer in free:
         places.setdefault(buffer.bytes, []).append(buffer)
     pairs, left = [], []
+    # Each array once, also if the step returns it twice or in two shapes.
     for value in dict.fromkeys(value.root for value in results):
         if places.get(value.bytes):
             pairs.append((value, places[value.bytes].pop(0)))
