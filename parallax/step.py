@@ -209,9 +209,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
         # A gradient of another shape is a share of ZeRO, and may vary where its parameter does not.
         if local and gradient.shape == weight.shape:
             raise ValueError(
-                f"step.make needs gradients that are reduced; that of {trees.dotted(path)} differs "
-                f"along {local}, where the parameter is the same. Wrap the gradient function in "
-                f"{REDUCING}."
+                f"step.make needs gradients that are reduced; the gradient of {trees.dotted(path)} "
+                f"differs along {local}, where the parameter is the same. Wrap the gradient "
+                f"function in {REDUCING}."
             )
         if mixed:
             raise ValueError(
@@ -249,8 +249,9 @@ def _check_joined(aux: PyTree) -> None:
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
-                f"{local}, and Info is the same on all devices. Join it: grads.averaged(grad, "
-                "axis, aux=...) takes a function of the values and the axis."
+                f"{local}, and Info is the same on all devices. Average or sum it over "
+                "the devices: grads.averaged(grad, axis, aux=...) takes a function of the values "
+                "and the axis."
             )
 
 
@@ -284,8 +285,8 @@ def _check_form(path: str, new: Any, old: Any) -> None:
 
         raise ValueError(
             f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
-            f"{shown(new)}. A leaf that is no array is static: it is part of the program, and no "
-            "step changes it. Make it an array in the model, so that it can change."
+            f"{shown(new)}. A leaf that is not an array is part of the program, and no step "
+            "can change it. Make it an array in the model, so that it can change."
         )
 
     def form(x):
@@ -294,8 +295,8 @@ def _check_form(path: str, new: Any, old: Any) -> None:
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
             f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
-            f"it differs) = {form(old)}; it returned {form(new)}. Take means over the axes first: "
-            "aux=... of grads.averaged does."
+            f"it differs) = {form(old)}; it returned {form(new)}. Take means over the axes first, "
+            "as aux=... of grads.averaged does."
         )
 
 

@@ -445,8 +445,8 @@ def test_gradients_that_nobody_reduced_are_refused():
         out_specs=(P(), P()),
     )
     refused(
-        "step.make needs gradients that are reduced; that of bias differs along ['data'], where "
-        "the parameter is the same. Wrap the gradient function in grads.averaged, "
+        "step.make needs gradients that are reduced; the gradient of bias differs along ['data'], "
+        "where the parameter is the same. Wrap the gradient function in grads.averaged, "
         "zero.reduce_scattered or ZeRO.grad.",
         jax.jit(run),
         state,

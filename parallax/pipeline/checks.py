@@ -64,9 +64,9 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuses with a `ValueError` a schedule whose number of stages is not that of the axis's
-    devices. Refuses blocks that are the same on all stages, whose first dim is not the schedule's
-    chunks, or that have no layer."""
+    """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
+    devices. Also refuses blocks that are the same on all stages, blocks whose first dim is not the
+    schedule's chunks, and blocks without a layer."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -168,10 +168,10 @@ def head(traced: Traced, axis: Axis) -> None:
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
-                f"pipeline: the head sums over {name!r} what each stage made of its own x, and "
-                "only the last stage's x is the model's. Return the loss of this x, without a sum "
-                "over stages or weights by the stage's index; or, for a head that the stages "
-                "share, begin with x = pipeline.from_last(x, axis)."
+                f"pipeline: the head sums over {name!r} a value that each stage computes from its "
+                "own x, and only the last stage's x is the model's output. Return the loss of "
+                "this x, without a sum over stages or weights by the stage's index; or, for a "
+                "head that the stages share, begin with x = pipeline.from_last(x, axis)."
             )
 
 
@@ -209,7 +209,7 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array; refused with a `ValueError` if it is not one real number."""
+    """Returns `value` as an array; raises `ValueError` if it is not one real number."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(

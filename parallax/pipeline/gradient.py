@@ -1,9 +1,9 @@
 """Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
 
-Legend: P stages, M microbatches, v chunks a stage, F forward, B backward. One program runs on all
-devices. A collective under a predicate that differs between its devices would hang, so no
-collective is under one. The values that a microbatch's backward pass needs wait in slots. Their
-number is the most microbatches that the schedule holds at once, and does not grow with M.
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
+devices. A collective inside a conditional that differs between devices would hang, so the jobs run
+without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
+of slots is the most microbatches that the schedule holds at once, and does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them. An array
 varies along an axis if its type says that it may differ between the devices. `sequence_after(x, y)`
@@ -60,8 +60,8 @@ def value_and_grad(  # noqa: PLR0913
     """Returns the gradient function of `head(stage(... stage(embed(batch))))`, its stages run as
     `schedule` says. Call it inside `mesh.spmd`.
 
-    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The batch
-    has its sequences as the first dim of every leaf, and is cut into M parts in order. Gradients
+    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The first
+    dim of every leaf of the batch is its sequences, and is cut into M parts in order. Gradients
     are summed, and returned, in float32 or wider. The gradients of parameters that are the same on
     all stages are all-reduced over the stages once, at the end.
 
@@ -69,7 +69,7 @@ def value_and_grad(  # noqa: PLR0913
     `blocks(params)` is one chunk of layers, without the dim of chunks. A parameter has a gradient
     wherever it is read.
 
-    Each tick sends one activation to the next stage and one cotangent to the one before, by one
+    Each tick sends one activation to the next stage and one cotangent to the stage before, by one
     `ppermute` per array. `schedule.makespan` gives the time. A device has
     `schedule.slot_count` slots for the arrays that `save` saves of one chunk.
 
@@ -142,11 +142,11 @@ def value(
     send: Exchange = whole,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
-    """Returns the loss function that `value_and_grad` differentiates, for evaluation: only the
-    schedule's forward lane, and nothing is saved.
+    """Returns the loss function that `value_and_grad` differentiates, for evaluation: it runs only
+    the schedule's forward lane, and saves nothing.
 
     Arguments and errors are as in `value_and_grad`. With auxiliary values the function returns
-    `(loss, aux)`. A parameter may come by closure, since no gradient is taken.
+    `(loss, aux)`. The functions may read parameters by closure, since no gradient is taken.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable=False)

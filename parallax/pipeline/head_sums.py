@@ -43,7 +43,7 @@ class Terms(NamedTuple):
     by_index: Callable[[int], Any] | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the dependence of a value that is computed from both; its number is unknown."""
+        """Returns the dependence of a value that is computed from two; its number is unknown."""
         early, is_number, indexed, _ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -115,7 +115,8 @@ class _Sums(jaxprs.FollowingAlong):
         return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
-        """Returns the terms of `axis_index(axis)`: on this axis it is the stage's index itself."""
+        """Returns the terms of `axis_index(axis)`: along the axis that is checked this is the
+        stage's index, along another axis the last index."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage

@@ -68,7 +68,7 @@ class Sums(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The values that one tick leaves for the next, and one job for later jobs.
+    """The values that one tick leaves for the next tick, and that one job leaves for later jobs.
 
     Attributes:
         arrived: activations and cotangents that arrived, or are to be sent: the executor's
@@ -93,7 +93,7 @@ class Carry(NamedTuple):
 
 
 class Jobs(Programs):
-    """The jobs of one device. It has the attributes of `Programs`."""
+    """The jobs of one device, with the attributes of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
         """Returns the carry before the first tick: `saved` and `deferred` slots, and sums of zero.

@@ -106,8 +106,8 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """Returns `x` after the layers of the place `position`. Each is called as
-    `layer(weights, x, number)`, with the layer's number in the model, and returns the next `x`.
+    """Returns `x` after the layers of the place `position`. Each layer is one call
+    `layer(weights, x, number)`, with the layer's number in the model, which returns the next `x`.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
     run one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
@@ -175,8 +175,8 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
     """Returns blocks [v, L / v, ...], given in the order of the model, in the order that a schedule
     with this placement (its `placed`) needs.
 
-    It changes nothing if the placement is looped, with chunk c of stage s at place c P + s. All
-    schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
+    If the placement is looped, with chunk c of stage s at place c P + s, the blocks stay as they
+    are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
 
     Raises:
         ValueError: the blocks have another number of chunks, or L does not divide by the places.
@@ -238,8 +238,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
-                f"{placement.size}, the places of the model. Pass what `Aux.stages` has, with the "
-                "mean over microbatches taken."
+                f"{placement.size}, the places of the model. Pass the values of `Aux.stages`, "
+                "after the mean over microbatches."
             )
         return leaf[local_places]
 
@@ -249,8 +249,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """Returns the form, for `Checkpoints`, that stores the blocks of a state's model, which are
-    [v, L / v, ...], as [L, ...].
+    """Returns the form, for `Checkpoints`, that stores blocks of [v, L / v, ...] in a state's model
+    as [L, ...].
 
     On disk the layers are in the order of the model, so that a run with another placement, or
     without a pipeline, can read them. The optimizer's arrays for the blocks are stored in the same

@@ -46,7 +46,8 @@ class Functions(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The parameters in four trees of one structure; each has None for the leaves of the others.
+    """The parameters in four trees of one structure; a tree has None for the leaves that are in
+    another tree.
 
     Attributes:
         blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
@@ -91,7 +92,8 @@ class Trained(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A stage's other arguments, known in its forward and its backward tick: they need no slot.
+    """A stage's other arguments. They are known in its forward and its backward tick, so they need
+    no slot.
 
     `number` is for taps: the microbatch's number, or -1 on an idle stage; None if nothing is
     recorded.
@@ -231,7 +233,7 @@ class Programs:
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
                 f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
-                "all of these axes, and one that they do not share over none."
+                "all of these axes; a head that they do not share must sum over none of them."
             )
         return not along
 
@@ -239,7 +241,7 @@ class Programs:
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
         """Returns a function of the user, traced; its first argument is the `Parameters`. Refuses a
-        function that reads parameters of which it would return no gradient."""
+        function that reads parameters that would then have no gradient."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)

@@ -1,8 +1,8 @@
 """A schedule as a CSV file: one row per tick, one column per stage, and each job by its place in
 the model: `5F3` is F of microbatch 3 at place 5.
 
-`5B3` is both gradients of that microbatch at place 5. If they are separate jobs, `5I3` is the
-input's gradient and `5W3` the weights'. In lockstep a stage may have several jobs in a tick:
+`5B3` is both gradients of microbatch 3 at place 5. If these are separate jobs, `5I3` is the input's
+gradient and `5W3` the weights' gradient. In lockstep a stage may have several jobs in a tick:
 `1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row per rank and one cell
 per job, without a header.
 
@@ -57,8 +57,8 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
     """Reads the schedule that `to_csv`, a person or torch wrote to `path`.
 
-    The places of the chunks are read from the cells. Files of `torch.distributed.pipelining` are
-    read as the orders of their ranks' jobs: each job gets the first tick in which it can run.
+    The places of the chunks are read from the cells. A file of `torch.distributed.pipelining` gives
+    only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
         ValueError: the file is not a table, or its table cannot run; the message names the line.
@@ -123,7 +123,7 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Returns whether a file's first row has jobs or messages, and not the names of columns."""
+    """Returns whether the first word of a file is a job or a message, not a column's name."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
@@ -205,6 +205,6 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
 
 
 def _short(cells: list[str]) -> str:
-    """Returns cells for a message, escaped for a terminal, and cut if they are long."""
+    """Returns the text of cells for an error, escaped for a terminal, and cut if it is long."""
     text = repr(",".join(cells))
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"

@@ -110,8 +110,8 @@ def greedy(
         if left == left_before:
             # Every ready job is an F that no stage may start.
             raise ValueError(
-                f"No stage can go on with at most {max_chunks} chunks held. Let the stages hold "
-                "more."
+                f"No stage can run a job if the stages hold at most {max_chunks} chunks. Let them "
+                "hold more."
             )
     return from_orders(orders, places)
 

@@ -2,7 +2,8 @@
 NumPy only.
 
 Legend: P stages, v chunks of layers per stage. A place is the position of a chunk in the model, 0
-to vP - 1. A slot holds the array of one job until its last reader; its number is used again.
+to vP - 1. A slot holds the array of one job until the last job that reads it; then the slot is used
+again.
 """
 
 import heapq

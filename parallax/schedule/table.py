@@ -9,10 +9,11 @@ each stage's chunks.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
-* In *lockstep*, ticks are paired. In one tick a stage runs at most one forward, then at most one
-  backward, then at most one weight job: a full pipeline runs F and B in every tick. The next
-  stage uses the output of tick t in tick t + 1, or never: there are no receive queues. The
-  placement is looped.
+* In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
+forward,
+  then at most one backward, then at most one weight job. So a full pipeline runs F and B in every
+  tick. The next stage uses the output of tick t in tick t + 1, or never: there are no receive
+  queues. The placement is looped.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
@@ -43,8 +44,8 @@ from parallax.schedule.places import (
 
 
 class Phase(NamedTuple):
-    """A longest stretch of successive ticks in which the same lanes run, each on at least one
-    stage.
+    """Successive ticks in which the same lanes run, each on at least one stage; in the tick before
+    and in the tick after, other lanes run.
 
     Attributes:
         start: its first tick.
@@ -199,7 +200,7 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        """M, by the largest job in the tables: a check requires all jobs up to that one."""
+        """M, from the largest job number in the tables; a check requires all smaller ones too."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
@@ -213,7 +214,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job, if it has at most one: 0 nothing, 1 F, 2 I, 3 W."""
+        """The kind of each stage's job in each tick, if it is only one: 0 none, 1 F, 2 I, 3 W."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -319,8 +320,9 @@ class Schedule:
     def in_flight(self) -> Float[np.ndarray, " stages"]:
         """The most microbatches whose residuals each stage holds at once.
 
-        It holds them from the forward tick to the tick of the last gradient, both included. The
-        residuals of one chunk count as 1/v: this is the number of slots of each stage, over v.
+        A stage holds residuals from the forward tick to the tick of the last gradient, both
+        included. The residuals of one chunk count as 1/v, so this is each stage's number of slots
+        over v.
         """
         # The last lane is the last reader of the residuals.
         reads_last = list(self.lanes.values())[-1] >= 0
@@ -335,9 +337,9 @@ class Schedule:
         """By lane, the slot of each job's residuals, or -1. The forward lane writes a slot, and the
         other lanes read it.
 
-        Two jobs in use at one time never share a slot, and no assignment needs fewer slots: each
-        job gets the lowest free one when it starts. A slot freed in tick t is written again in tick
-        t + 1 at the earliest.
+        Two jobs whose residuals are held at one time never share a slot, and no assignment needs
+        fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
+        written again in tick t + 1 at the earliest.
         """
         return {
             lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane]))
@@ -385,7 +387,7 @@ class Schedule:
     def messages(self) -> tuple[Message, ...]:
         """All activations and cotangents that one job leaves for another, also on the same stage.
 
-        The head makes its cotangent on the stage, and in the tick, of the last place's F.
+        The head's cotangent is made in the tick of the last place's F, and on its stage.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
