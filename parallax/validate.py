@@ -512,8 +512,8 @@ def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """Returns the value of the default's type that a value of another type may mean; the default if
-    that is not clear."""
+    """Returns what `value`, of a wrong type, may mean, as a value of the default's type; the
+    default if that is not clear."""
     # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):
@@ -539,7 +539,7 @@ def _with_experts(sizes: Fields) -> Fields:
 
 
 def _without_fields(sizes: Fields) -> dict[str, Any]:
-    """Returns the sizes that are not also fields of a layout, such as `processes`."""
+    """Returns the sizes without those that are also fields of a layout: without `processes`."""
     return {name: value for name, value in sizes.items() if name not in DEFAULTS}
 
 

@@ -1,4 +1,4 @@
-"""Finds the first value in which a split run differs from one device.
+"""Finds the first value in which a split run differs from a run on one device.
 
 The values of a model have names, and two runs are compared name by name:
 

@@ -358,8 +358,8 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    With rematerialisation a value is computed and reported again, and only the first report counts.
-    The cotangents of all reports are added up; those of ticks without a job are 0.
+    With rematerialisation a value is computed and reported again: only its first report counts. The
+    reports of a cotangent are added up; those of ticks without a job are 0.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:

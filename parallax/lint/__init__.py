@@ -1,14 +1,14 @@
-"""Finds mistakes that run in silence, in rule sets and traced programs.
+"""Finds mistakes that raise no error, in rule sets and traced programs.
 
     print(lint.report(lint.rules(model, rule, mesh)))
     print(lint.report(lint.program(train, state, batch)))
 
-    lint.check(train, state, batch)  # raises an error for what trains another model
+    lint.check(train, state, batch)  # raises an error for mistakes that change the numbers
 
 `run.fingerprint.differing(state)` compares the copies of live arrays.
 
 Each finding has a line, a sentence and a cure. A finding may be no mistake, and a program without
-findings may have some.
+findings may have mistakes.
 """
 
 from parallax.lint.finding import Finding, report

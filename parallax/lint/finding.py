@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake that runs in silence.
+    """One mistake, which raises no error when the program runs.
 
     Attributes:
         kind: the name of the mistake, such as "sum-in-a-loop".

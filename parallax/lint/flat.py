@@ -1,7 +1,7 @@
 """A program as one list of operations: called functions are opened, and each value has a number.
 
-The methods pass the numbers of values, ints, and not the values. A collective of this library is
-one equation, `linear_collective`, whose jaxpr of `ppermute`s the function `ours` returns.
+Functions take and return the numbers of values, ints, and not the values. A collective of this
+library is one equation, `linear_collective`. The function `ours` returns its jaxpr of `ppermute`s.
 """
 
 from collections import defaultdict
@@ -83,9 +83,9 @@ class Flat:
         ours: the function that returns the jaxpr of a collective of this library.
         types: the type of each value.
         nodes: the operations.
-        literals: the numbers that are written into the program, by value.
-        arguments: the values of its arguments.
-        results: the values of its results.
+        literals: the numbers that are written into the program, by the number of the value.
+        arguments: the numbers of the arguments' values.
+        results: the numbers of the results' values.
         made: the operation that makes each value, by the value's number; no operation makes
             arguments, constants and literals, so they are not in it.
         used: the operations that use each value.

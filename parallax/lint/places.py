@@ -1,4 +1,4 @@
-"""How arrays are split, dim by dim, before and after operations on one device.
+"""Tells how arrays are split, dim by dim, before and after operations on one device.
 
 A `Flat` program is a list of operations, its nodes, whose values are numbered. The `Dims` of a
 value have, for each dim, the axes that split it, the outermost first. `sent` is the collective of a

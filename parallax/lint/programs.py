@@ -21,7 +21,7 @@ from parallax.lint.token_order import unsplit_tokens
 def program(
     f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike | None = None
 ) -> list[Finding]:
-    """Returns the mistakes in `f(*args)` that run in silence, in the order of the program.
+    """Returns the mistakes in `f(*args)` that raise no error, in the order of the program.
 
     The program is traced, and neither compiled nor run.
 

@@ -96,8 +96,8 @@ def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
 def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
-    """Returns the finding for a leaf that every device has as a whole, with a rule that would split
-    it. Returns no finding if no axis can split the leaf.
+    """Returns the finding for a leaf that every device has as a whole; its cure is a rule that
+    would split the leaf. Returns no finding if no axis can split it.
     """
 
     def rank(pair):

@@ -41,7 +41,7 @@ class ShardMap:
         sizes: the sizes of the mesh axes that have several devices.
         trained: the numbers of the arguments that are trained: a result has the same shape and
             spec.
-        exchanged: the axes along which more than sums and gathers is sent, as in a pipeline.
+        exchanged: the axes of permutes and all-to-alls in the body, such as those of a pipeline.
         findings: the mistakes, one for each kind and line.
     """
 
@@ -328,7 +328,8 @@ def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Di
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:
-    """Returns the values that depend on an argument, and the axes of the collectives on them."""
+    """Returns the values that depend on an argument, and the axes of the collectives that take one
+    of them."""
     dependent, axes = {argument}, set()
     for node in program.nodes:
         if dependent & set(node.inputs):

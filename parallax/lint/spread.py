@@ -64,7 +64,8 @@ def after(
 
 
 class _Operation:
-    """One operation, and the mistakes in it."""
+    """One operation, and the mistakes in it. The methods named in `_RULES` follow one kind of
+    operation each."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
         """Takes an operation of a program, on a mesh of these sizes. Sets `params`, the parameters
@@ -133,7 +134,7 @@ class _Operation:
         return inputs[0]._replace(dims=dims)
 
     def _transposed(self, inputs: Sequence[Value]) -> Value:
-        """Follows a transpose."""
+        """Follows a transpose, which puts the dims in another order."""
         dims = self._dims(inputs[0])
         return inputs[0]._replace(dims=tuple(dims[i] for i in self.params["permutation"]))
 
@@ -482,7 +483,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
     """
 
     def split_dims(value):
-        """Returns the indices of the dims of a value that are split over `axis`, or parts of such a
+        """Returns the indices of a value's dims that are split over `axis`, or `within` such a
         dim."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}

@@ -1,4 +1,4 @@
-"""The updates of split arguments: the terms that they add, and the reductions in these terms.
+"""Finds the updates of split arguments: the terms that they add, and the reductions in these terms.
 
 An output is the *update* of an argument if both have the same shape and spec, and the output is the
 argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or `decay * m + (1 - decay) *
@@ -156,8 +156,8 @@ def reductions(
     """Yields the reductions of the values in `dims_of`, or of elementwise functions of them, each
     with the axes that it should go over.
 
-    For a reduction of all elements to one number, by whichever code, these are the axes `split`. A
-    reduction of some dims counts only if optax made it; its axes are those that split these dims.
+    For a reduction of all elements to one number, these are the axes `split`. A reduction of some
+    dims counts only if optax made it; its axes are those that split these dims.
     Nothing is yielded if the elements are rounded somewhere, since a quantiser may have one scale
     for each shard.
     """

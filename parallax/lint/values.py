@@ -2,8 +2,8 @@
 
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
 along which axes it *is* the same, as far as the program shows. A value that was summed and then
-cast to varying has the same bits on all devices, although its type says otherwise. So may a value
-of a program with `check_vma=False`, which has no such types.
+cast to varying has the same bits on all devices, although its type says otherwise. A program with
+`check_vma=False` has no such types.
 """
 
 import math
