@@ -19,7 +19,8 @@ forward,
   of the model.
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
-tables.
+tables. `lanes` has the tables by lane, `_costs` the time of one chunk by lane, `_homes` the stage
+and the chunk of each place, and `_when` the tick of each job by lane, [M, places].
 """
 
 import dataclasses
@@ -205,8 +206,8 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run; each stretch is one loop without a
-        conditional.
+        """The stretches of ticks in which the same lanes run; in lockstep each stretch is one loop
+        without a conditional.
 
         1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
         """
@@ -238,8 +239,8 @@ class Schedule:
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
-        """Returns the idle time of a stage: `makespan` minus the time of the stage's jobs, which is
-        M(F + B) or M(F + I + W)."""
+        """Returns the idle time of a stage: `makespan` without messages, minus the time of the
+        stage's jobs, which is M(F + B) or M(F + I + W)."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
@@ -505,14 +506,17 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Refuses, with a `ValueError` or `CannotRun`, a schedule that cannot run."""
+    """Refuses, with a `ValueError` or `CannotRun`, a schedule without a job, or with a job that is
+    missing, runs twice or runs before a job that it needs. In lockstep it also refuses a job that
+    uses a message too late, a placement that is not looped, and a tick in which no stage has a job.
+    """
     if not schedule.microbatches:
         raise ValueError(
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
             "microbatch."
         )
-    # `when` has for each lane the tick of each job, [M, places]. It refuses a job that runs twice
-    # or never. `last` is the last place of the model.
+    # `when` has for each lane the tick of each job, [M, places]; making it raises for a job that
+    # runs twice or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
@@ -530,7 +534,7 @@ def _check(schedule: Schedule) -> None:
         ("backward", places[-1:], "forward", places[-1:]),
         ("weight", places, "backward", places),
     ]
-    # The last of the four entries is only for a schedule with three lanes: two lanes have three.
+    # Without a weight lane, `[: 2 + 1]` leaves out the last entry.
     for lane, targets, cause, sources in needed[: len(schedule.lanes) + 1]:
         # The ticks from a job to the one that needs it, [M, places].
         waits = when[lane][:, targets] - when[cause][:, sources]
