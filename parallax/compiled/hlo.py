@@ -210,7 +210,7 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
     entry, lines, computation = "", [], ""
     roots: dict[str, str] = {}  # the instruction that gives each computation's result
     for line in text.splitlines():
-        if header := COMPUTATION.match(line):
+        if header := COMPUTATION.match(line):  # "ENTRY" or nothing, and the name
             computation = header[2]
             lines = computations.setdefault(computation, [])
             entry = computation if header[1] else entry

@@ -78,7 +78,8 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         """Returns the number of a device among those of all slices, counted from 0."""
         return (int(number) // SLICE - 1) * partitions + int(number) % SLICE
 
-    # The slices, and the first and last device of each, between which an all-reduce runs.
+    # The slices, and the first and last device of each, between which an all-reduce runs, such as
+    # {1,2}x{0:7}. Each group has the devices of one number in all slices.
     grid = GRID.search(line.attributes)
     if kind == "ONE_TO_ONE":
         pairs = ",".join(f"{{{place(a)},{place(b)}}}" for a, b in PAIR.findall(line.attributes))

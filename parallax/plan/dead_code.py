@@ -80,6 +80,7 @@ class Needed:
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
+            # The carries among the operands that these results need.
             by_next_trip = self(body, results)[0][constants : constants + carries]
             more = [a or b for a, b in zip(results[:carries], by_next_trip, strict=True)] + results[
                 carries:

@@ -98,7 +98,8 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     # Seconds per second of useful work, so 1 / taken is the useful share of the time.
     taken = wall(between, interval, save=save, restart=restart)
     saves = save / interval / taken
-    # With restarts the run takes e^(R/M) times as long, as a restart may fail too.
+    # With restarts the run takes e^(R/M) times as long, as a restart may fail too. So their share
+    # of the time is 1 - e^(-R/M).
     restarts = -math.expm1(-restart / between)
     return Faults(
         between,

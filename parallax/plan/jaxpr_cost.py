@@ -368,8 +368,8 @@ class Reading:
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a conditional. Only one branch counts: the branch with the most
-        operations of products. Among equal ones the one with the most messages counts, and then the
-        one with the most memory.
+        operations of products. Among equal branches the one with the most messages counts, and
+        among those the one with the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
         platform decides, only the branch of the platform is walked, in place.

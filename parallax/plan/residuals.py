@@ -54,7 +54,9 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """Returns the sizes of a microbatch on a device."""
+    """Returns the sizes of a microbatch on a device: the numbers of a whole activation, of one that
+    is split over the tensor devices, of the scores, the bytes of a number, the numbers of the
+    residual stream, and those that are kept of the input of a column-parallel layer."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T

@@ -311,7 +311,8 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 def _of_time(found: Seconds) -> list[str]:
     """Returns two lines on the time of a step: without overlap, and with full overlap, in which the
-    slowest of products, memory and messages decides."""
+    slowest of products, memory and messages decides. The second line also has the seconds of
+    messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

@@ -341,8 +341,8 @@ class _Step:
         The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.
         """
-        # With `split_sends` each tensor device sends one part of an activation, and the parts are
-        # gathered after the hop.
+        # `size.hops` counts activations and cotangents. With `split_sends` each tensor device sends
+        # one part of them, and the parts are gathered after the hop.
         size, part = self.size, self.stream // self.layout.tensor
         sent = part if self.layout.split_sends else self.stream
         yield self.term("hops between stages", ("stage",), send_next, sent, size.hops)
