@@ -201,7 +201,7 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:
-    """Returns `mesh` with the axis types that `jax.set_mesh` gave it, if it was called.
+    """Returns `mesh`; under `jax.set_mesh`, with the axis types of the mesh that was set.
 
     Raises `ValueError` inside a map, under another mesh of `jax.set_mesh`, or for mixed axis types.
     """

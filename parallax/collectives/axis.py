@@ -67,9 +67,9 @@ class Algorithm:
         return Axis(axis_name, self)
 
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
-        """Returns the mean over devices, on every device: `A {U_X} -> A`. The twin of `lax.pmean`.
+        """Returns the mean over devices, on every device: `A {U_X} -> A`.
 
-        It costs one `all_reduce`.
+        It works like `lax.pmean`, and costs one `all_reduce`.
         """
         n = types.axis_size(axis_name)
         # Divided after the sum, as `lax.pmean` does: the sum of whole numbers stays exact.

@@ -136,7 +136,7 @@ def _nbytes(size, itemsize, block_size):
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
-    The twin of `lax.psum`.
+    It works like `lax.psum`.
 
     The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
     largest magnitude in the number's block on device i, and A is the largest in the sum's block.
@@ -171,7 +171,7 @@ def quantized_reduce_scatter(
 ) -> Tree:
     """Returns block i of an approximate sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
 
-    The twin of `lax.psum_scatter`.
+    It works like `lax.psum_scatter`.
 
     The error of a number is at most (sum of a_i over the other devices) / 127, where a_i is the
     largest magnitude in the number's block on device i. The transpose is `quantized_all_gather`.
@@ -197,7 +197,7 @@ def quantized_all_gather(
 ) -> Tree:
     """Returns every device's rounded block, the same bits on every device: `A[I_X] -> A[I]`.
 
-    The twin of `lax.all_gather`.
+    It works like `lax.all_gather`.
 
     The error of a number is at most a / 127, where a is the largest magnitude in its block. A
     device's own part is rounded too. The transpose is `quantized_reduce_scatter`.
