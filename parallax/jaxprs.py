@@ -362,7 +362,7 @@ class _Ways(FollowingAlong):
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
         # A collective joins the value with the parts of other devices: from here on it depends on
-        # no argument alone.
+        # no argument alone (`alone` and `met` are empty).
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone

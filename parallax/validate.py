@@ -332,6 +332,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         if name in sizes and sizes[name] % t:
             needed = f"Layout: {what} ({{{name}}}) must divide by {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
+            # The third field is the note that follows the cure in the message.
             yield Fault(needed, (cure,), ", which divides it")
     if "layers" in sizes and sizes["layers"] % (P * v):
         fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}

@@ -263,6 +263,7 @@ def _described(
     ]
     # Without such a value, the last equal one. At most four are shown.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
+    # `off` has the fields `off` and `bound`, and `numbers` has `right` and `wrong`.
     return Difference(key, *off, index, *numbers, microbatch, text, after[-4:], program_slice)
 
 

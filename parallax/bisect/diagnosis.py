@@ -147,7 +147,7 @@ def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
     if not off.size:
         return ""
     starts, stops = off.min(axis=0), off.max(axis=0) + 1
-    if np.prod(stops - starts) == right.size:
+    if np.prod(stops - starts) == right.size:  # the whole value
         return ""
     box = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
     text = ", ".join(f"{part.start}:{part.stop}" for part in box)

@@ -118,6 +118,7 @@ def load(path: str | Path) -> Record:
             head = json.loads(str(archive["head"]))
             values = dict(_loaded(entry, archive[str(i)]) for i, entry in enumerate(head["values"]))
         return Record(values, dict(head["sizes"]), int(head["microbatches"]))
+    # The errors that NumPy, json and `_loaded` raise for other or damaged files.
     except (
         ValueError,
         KeyError,

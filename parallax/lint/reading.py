@@ -103,6 +103,7 @@ class Reading:
         known.
         """
         returned = self.follow(program, arguments)
+        # Two kinds of mistakes are found from the facts of all values, so only after `follow`.
         if self.map and not self.silent:
             self.map.note_clipped_sums(program)
             self.map.note_updates(program, arguments, results)

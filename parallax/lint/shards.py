@@ -169,6 +169,7 @@ class ShardMap:
         whose elements the result has, and the axes that split the result's dims. Returns None if
         the result does not keep the operand's elements.
         """
+        # Of the collectives, only a gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
             return None
         if node.sent:

@@ -362,6 +362,8 @@ class _Operation:
     def _number(self, value: int) -> Any:
         """Returns the number that is written in the program for a value, before casts, broadcasts
         and changes of sign. Returns None if the program computes the value."""
+        # `literals` has the numbers that are written in the program, and `made` the operation that
+        # makes each other value.
         while value not in self.program.literals:
             node = self.program.made.get(value)
             if node is None or node.name not in _LINEAR | {"broadcast_in_dim"}:

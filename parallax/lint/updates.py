@@ -1,12 +1,13 @@
 """Finds the updates of split arguments: the terms that they add, and the reductions in these terms.
 
 An output is the *update* of an argument if both have the same shape and spec, and the output is the
-argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or `decay * m + (1 - decay) *
-g`. The *elements* of an update are the values that it is computed from by elementwise operations,
-transposes and all-reduces: weights, gradients, an optimizer's state. The functions take and return
-the numbers of values in a `Flat` program, and `Node`s, its operations. The `Dims` of a value have,
-for each dim, the axes that split it. A value is *full* if it has several elements, and none of them
-is repeated by a broadcast.
+argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or
+`decay * m + (1 - decay) * g`. The *elements* of an update are the values that it is computed from
+by elementwise operations, transposes and all-reduces: weights, gradients, an optimizer's state. The
+functions take and return the numbers of values in a `Flat` program, and `Node`s, its operations.
+`program.made` has the operation that makes a value (none for an argument), and `program.used` those
+that use it. The `Dims` of a value have, for each dim, the axes that split it. A value is *full* if
+it has several elements, and none of them is repeated by a broadcast.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +83,6 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
         # The values before casts and scalar factors, and the predicates that choose among them.
         sources, predicates = _unscaled(program, waiting.pop())
         decisions += predicates
-        # `made` gives the operation that makes a value; for an argument it gives None.
         for node in (program.made.get(source) for source in sources - seen):
             if not node or node.name not in ADDS:
                 continue
@@ -207,6 +207,7 @@ def origins(program: Flat, result: int) -> set[int]:
         if node and node.name in ("concatenate", "slice", "split"):
             waiting += node.inputs
         elif node and (node.name in PLACED or (node.sent and node.sent.kind == "sum")):
+            # An operand of another size, such as a factor or an index, gives no elements.
             size = program.types[value].size
             waiting += [x for x in operands(node, value) if program.types[x].size == size]
     return {value for value in seen if _is_full(program, value)}
