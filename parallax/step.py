@@ -148,6 +148,7 @@ def make(
         extra = extra_args(Info(loss, norm, ~finite, aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
+        # The default, `unchanged`, needs no check.
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
         new, old = (model, optimizer_state), (state.model, state.optimizer)

@@ -38,11 +38,11 @@ def split_over(axis: AxisLike) -> Exchange:
     """Returns the `Exchange` in which each of the t devices of `axis`, which all have the
     activation, sends 1/t of it; the receivers gather over `axis`.
 
-    If each stage is on a machine of its own, the machines exchange 1/t of the bytes of plain sends.
-    The gather moves (t - 1)/t of an array to each device, inside a machine. Each array is cut along
-    the largest of its dims that t divides. An array without such a dim is sent whole. So is an
-    array that already differs along the axis: with sequence parallelism each device has its own
-    tokens.
+    If each stage is on a machine of its own, the machines exchange 1/t of the bytes that they would
+    exchange with `whole`. The gather moves (t - 1)/t of an array to each device, inside a machine.
+    Each array is cut along the largest of its dims that t divides. An array without such a dim is
+    sent whole. So is an array that already differs along the axis: with sequence parallelism each
+    device has its own tokens.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
     2104.04473), section 4.1.

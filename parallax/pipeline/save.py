@@ -30,7 +30,8 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Saves the residuals of `jax.vjp`, except for arrays that are known in both ticks.
+    """Returns `(forward, backward)`, which save the residuals of `jax.vjp`, except for arrays that
+    are known in both ticks.
 
     Nothing is computed twice.
     """
@@ -39,32 +40,33 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
-        """Returns the results of `f`, and the residuals that are not among the known arrays. Leaves
-        the structure and the places of all residuals in `of_last_trace`."""
+        """Returns the results of `f`, and the residuals that are not among the known arrays. Writes
+        the residuals' structure and indices into `of_last_trace`."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # The index of each known array by its id: a residual that is a parameter or the microbatch
         # is the same tracer.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
         # For each residual, its index among the known arrays, or None if it must be saved.
-        places = [known.get(id(leaf)) for leaf in leaves]
-        of_last_trace[:] = structure, places
-        saved = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+        indices = [known.get(id(leaf)) for leaf in leaves]
+        of_last_trace[:] = structure, indices
+        saved = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
         return (out, extra), saved
 
     def backward(trained, given, saved):
         """Returns the transposed function, whose residuals are the saved and the known arrays in
         the order that `forward` left in `of_last_trace`."""
-        structure, places = of_last_trace
+        structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
-        leaves = [next(waiting) if place is None else known[place] for place in places]
+        leaves = [next(waiting) if index is None else known[index] for index in indices]
         return jax.tree.unflatten(structure, leaves)
 
     return forward, backward
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Saves only the stage's input, `x`, and runs the stage again in the backward tick."""
+    """Returns `(forward, backward)`, which save only the stage's input, `x`, and run the stage
+    again in the backward tick."""
     # `forward` leaves here the structure of x, for `backward`, which is traced after it.
     of_last_trace: list[Any] = []
 
