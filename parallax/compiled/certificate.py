@@ -222,8 +222,8 @@ def _axes_text(names: tuple[str, ...]) -> str:
 def _chain(
     program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of its collectives in a computation,
-    in which each collective waits for the one before.
+    """Returns, for each key, the length of the longest chain of collectives with that key in a
+    computation. In a chain each collective waits for the one before it.
 
     Args:
         program: the program.
@@ -256,7 +256,8 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of its collectives in one instruction.
+    """Returns, for each key, the length of the longest chain of collectives with that key in one
+    instruction.
 
     A collective is a chain of one. Another instruction has the chains of the computations that it
     runs, once for each trip of a loop. `known` is as in `_chain`.

@@ -85,7 +85,7 @@ def search(
         Layout(stage=2, schedule=schedule)
     if devices < 1 or batch < 1:
         raise ValueError(
-            f"search needs 1 device and a batch of 1 or more; got devices={devices} and "
+            f"search needs at least 1 device and a batch of 1 or more; got devices={devices} and "
             f"batch={batch}."
         )
     candidates = list(_layouts(config, devices, batch, choices))
@@ -127,8 +127,8 @@ def search(
         needed = planned_of(nearest).memory.peak
         raise ValueError(
             f"search: no layout of {devices} devices fits: they have "
-            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which needs least, needs "
-            f"{quantity(needed, 'B')}. Use more devices, or a smaller batch."
+            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps the fewest bytes, "
+            f"needs {quantity(needed, 'B')}. Use more devices, or a smaller batch."
         )
     return list(fitting.values())
 
@@ -210,6 +210,7 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
         ):
             continue
         chunks_to_try = CHUNKS if stage > 1 else (1,)
+        # `data` replicas over which ZeRO splits, and microbatches of b sequences on each replica.
         for data, b, chunks in itertools.product(
             _groups(replicas, stage), sequences, chunks_to_try
         ):
