@@ -580,7 +580,10 @@ def test_what_cannot_be_found_is_told():
         )
     with pytest.raises(
         ValueError,
-        match=r"^search needs at least 1 device and a batch of 1 or more; got devices=0 and batch=8\.$",
+        match=(
+            r"^search needs at least 1 device and a batch of 1 or more; got devices=0 and "
+            r"batch=8\.$"
+        ),
     ):
         layouts.search(gpt2.SMALL, 0, hardware.A100, batch=8)
     with pytest.raises(
