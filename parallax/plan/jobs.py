@@ -52,11 +52,13 @@ class Jobs(NamedTuple):
 
 
 def jobs(layout: Layout) -> Jobs:
-    """Returns the jobs of a layout's step on one device."""
+    """Returns the calls and the slots of a layout's step on one device."""
     P, M, v = layout.stage, layout.microbatches, layout.chunks
     if not in_lockstep(layout):
         table = table_of(layout)
-        # Every tick sends one message for each distance between stages that the table uses.
+        # Every device runs F, I and W once for each microbatch and chunk, M v times. Every tick
+        # sends one message for each distance between stages that the table uses.
+
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
             *(M * v, M * v, M, table.ticks, M * v),  # forward, backward, heads, last, weights
@@ -79,8 +81,9 @@ def jobs(layout: Layout) -> Jobs:
     # after the lane of the input's gradient, so the arrays of P microbatches wait.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
-    # Each tick sends an activation and a cotangent. XLA unrolls a loop of one tick, and drops the
-    # one of its messages that nobody reads. A single microbatch is embedded only once.
+    # Each tick sends an activation and a cotangent. The `last` ticks, which have the same lanes,
+    # are one loop. XLA unrolls a loop of one tick, and drops the one of its messages that nobody
+    # reads. A single microbatch is embedded only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
     # In lockstep no slots are kept for arrivals: 0.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
