@@ -58,7 +58,6 @@ def jobs(layout: Layout) -> Jobs:
         table = table_of(layout)
         # Every device runs F, I and W once for each microbatch and chunk, M v times. Every tick
         # sends one message for each distance between stages that the table uses.
-
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
             *(M * v, M * v, M, table.ticks, M * v),  # forward, backward, heads, last, weights
