@@ -77,7 +77,7 @@ def batch(
         _starts(seed, epoch, [place for _, place in group], windows, spare, length)
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
-    source, first = _array(tokens), np.concatenate(starts)  # `first`: of each window, its place
+    source, first = _array(tokens), np.concatenate(starts)  # `first`: where each window begins
     # Places (int64) take twice the memory of the batch, so they are made for `ROWS` windows at a
     # time.
     parts = np.split(first, range(ROWS, len(first), ROWS))

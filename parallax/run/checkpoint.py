@@ -177,6 +177,7 @@ class Checkpoints:
         """Returns whether a save should begin after `step`, so that a kill never loses more than
         `lose_at_most` steps.
         """
+        # Half of it: a kill just before a save ends also loses the steps since the save before.
         return step % (self.lose_at_most // 2) == 0
 
     def save(
