@@ -43,8 +43,8 @@ def batch(
     only the windows of these rows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
-    window, for tokens that are not whole numbers or do not fit int32, or for a seed, step, size,
-    length or `rows` outside its range.
+    window, and for tokens that are not whole numbers or do not fit int32. Raises it too for a seed,
+    step, size, length or `rows` out of range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length

@@ -35,9 +35,9 @@ class File:
     Consecutive places are read in one call. The file is opened anew each time it is indexed (about
     10 microseconds), so a text may have more files than a process may hold open.
 
-    Indexing raises `IndexError` for a place outside the text, `manifest.Damaged` if the file has
-    changed since this object was made, and `OSError`, with the name of the file, if it cannot be
-    read.
+    Indexing raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file
+    has changed since this object was made. If the file cannot be read, indexing raises an `OSError`
+    that names the file.
 
     Attributes:
         path: the path of the file.

@@ -210,8 +210,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
     Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
     changes always changes it. In the second word the places weigh the numbers, as in Fletcher's
-    checksum, so changes that cancel in one sum do not cancel in the other. Integer sums do not
-    depend on the order.
+    checksum. So changes that cancel in the first sum hardly ever cancel in the second. Integer sums
+    do not depend on the order.
 
     The function reads `x` once on each device, with a few integer operations and no extra memory.
     """

@@ -187,11 +187,12 @@ def run(main: Callable[[], Any], job: Job) -> None:
     """Calls `main`, and ends this process: with code 0 if `main` returns, with another code if it
     raises.
 
-    After an error, the process prints the traceback, and does not wait for exit handlers, barriers
-    or threads, each of which might wait for a process that is gone. The other processes read within
-    two seconds that this process raised an error, and end. If a process fails because another one
-    is gone, it waits `peers.GRACE` seconds, and names the other one. `SystemExit` ends the process
-    with its code and message. `lock.Held` (another run holds the folder) prints one line.
+    After an error, the process prints the traceback and ends. It does not wait for exit handlers,
+    barriers or threads, because these might wait for a process that is gone. The other processes
+    read within two seconds that this process raised an error, and end. If a process fails because
+    another one is gone, it waits `peers.GRACE` seconds, and names the other one. `SystemExit` ends
+    the process with its code and message. `lock.Held` (another run holds the folder) prints one
+    line.
     """
     several = jax.distributed.is_initialized()
     # A signal asks a job of several processes to stop together; a single process ends at once.
@@ -256,9 +257,9 @@ def all_or_none(
 ) -> Result:
     """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use it
     for checks before the work, such as checks of flags, or of files that one machine may lack.
-    Every rank must call it. If a rank raises a `ValueError`, an `OSError` or an `ImportError`, the
-    lowest such rank prints the error in one line, and all ranks end with code 2. Other errors are
-    raised.
+    Every rank must call it. If ranks raise a `ValueError`, an `OSError` or an `ImportError`, the
+    lowest of these ranks prints its error in one line. All ranks then end with code 2. Other errors
+    are raised.
 
     Args:
         prepare: the checks.

@@ -202,9 +202,9 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if the files in a folder differ in name or size from those that its
-    manifest lists, `files`, or if the manifest's record differs from the one in `contents.json`.
-    Hashes are not checked.
+    """Raises `manifest.Damaged` if the files in a folder differ in name or size from `files`, the
+    list in its manifest. Raises it too if `record`, from the manifest, differs from the record in
+    `contents.json`. Hashes are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)

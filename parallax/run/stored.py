@@ -121,8 +121,8 @@ def _of_arrays(
 def check_same(
     folder: Path, record: Record, arrays: dict[str, list], numbers: dict[str, Any]
 ) -> None:
-    """Raises `ValueError` if the checkpoint's leaves differ in name, type or shape from the leaves
-    of the state to restore, which are `arrays` and `numbers`. The message names the leaves.
+    """Raises `ValueError` if the leaves of the checkpoint differ in name, type or shape from
+    `arrays` and `numbers`, the leaves of the state to restore. The message names the leaves.
     """
 
     def kinds(numbers):

@@ -1,8 +1,8 @@
 """Ends a job if a step takes too long, and names the rank that held it up.
 
 A collective waits forever for a rank that sleeps or is stuck on a dead disk. Heartbeats do not
-detect this, because the process is still alive. So each rank notes its *phase*, a name for the part
-of the step that it is in, and the message says what the rank was doing.
+detect this, because the process is still alive. So each rank notes its *phase*, the name of the
+part of the step that it is in. The message has the phase, and so says what the rank was doing.
 """
 
 import contextlib
