@@ -513,6 +513,15 @@ def test_a_kernel_of_no_block_is_refused():
         context.blockwise(q, q[:, :2], q[:, :2])
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (4, 0), (0, 4)])
+def test_attention_without_tokens_is_refused(queries, keys):
+    q, k = jnp.ones((1, queries, 2, 2)), jnp.ones((1, keys, 2, 2))
+    positions = jnp.arange(queries), jnp.arange(keys)
+    said = f"context.blockwise needs 1 query and 1 key or more; got {queries} and {keys}."
+    with pytest.raises(ValueError, match=said):
+        context.blockwise(q, k, k, positions=positions)
+
+
 def tril_of_shapes(q, k, v, *, positions):
     places = jnp.arange(k.shape[1])
     seen = places[None] <= places[: q.shape[1], None]
@@ -537,9 +546,9 @@ def window_by_positions(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=((apart >= 0) & (apart < 3))[None, None])
 
 
-def gathered_shape(attend, n=4):
+def gathered_shape(attend, n=4, order=context.zigzag):
     x = jax.ShapeDtypeStruct((2, 8 * n, 4, 2), jnp.float32)
-    f = context.gathered(attend, ring("context"))
+    f = context.gathered(attend, ring("context"), order=order)
     return jax.eval_shape(mesh.spmd(f, mesh=world(n), in_specs=SPEC, out_specs=SPEC), x, x, x).shape
 
 
@@ -557,6 +566,9 @@ def test_a_mask_by_its_own_count_is_refused(attend):
         4,
         2,
     )  # one device's own count is that of the sequence
+    # Unless its order puts the tokens elsewhere.
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        gathered_shape(attend, n=1, order=lambda n: [[1, 0]])
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def check_places(
         raise ValueError(
             "context.gathered: attend ignores positions=, and masks by its own count of queries "
             f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
-            f"the {tokens} tokens. Compare positions[0], of the queries, with positions[1], of the "
-            "keys, as context.blockwise does."
+            f"the {tokens} tokens in their order. Compare positions[0], of the queries, with "
+            "positions[1], of the keys, as context.blockwise does."
         )
 
 

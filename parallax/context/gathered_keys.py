@@ -54,9 +54,10 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
-        # On one device the queries are the whole sequence, so a mask that counts the tokens itself
-        # is right too.
-        if n > 1:
+        # On one device the queries may be the whole sequence in its order. Then a mask that counts
+        # the tokens itself is right too.
+        is_sequence = n == 1 and np.array_equal(in_order, np.arange(tokens))
+        if not is_sequence:
             check_places(attend, (q, k, v), options, tokens * n)
         return attend(q, k, v, **options)
 

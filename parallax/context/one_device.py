@@ -45,6 +45,11 @@ def blockwise(
         ValueError: heads, tokens or segments that do not fit, or arrays of different types.
     """
     check_heads("context.blockwise", q, k, v)
+    if not (q.shape[1] and k.shape[1]):
+        raise ValueError(
+            f"context.blockwise needs 1 query and 1 key or more; got {q.shape[1]} and "
+            f"{k.shape[1]}. Pass sequences of 1 token or more."
+        )
     if positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
