@@ -191,6 +191,20 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
         jax.eval_shape(run, PARAMS)
 
 
+def test_by_matrix_refuses_whole_layers_that_do_not_divide():
+    """Along the layers' axis, over which ZeRO-1's parameters are whole, and then the other."""
+    params, specs = {"weight": jnp.ones((12, 2, 2))}, {"weight": P("tensor")}
+    optimizer = optimizers.by_matrix(BY_MATRIX["muon"], ("tensor", "data"), specs)
+    over = mesh.make(tensor=4, data=2)
+    run = mesh.spmd(optimizer.init, mesh=over, in_specs=(P(),), out_specs=P())
+    message = (
+        "weight has 12 layers on a device (dim 0 of (12, 2, 2)), which must divide by 8, the "
+        "number of their owners."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(run, params)
+
+
 def test_by_matrix_refuses_outer_layers_that_are_split():
     assert_refused_by_matrix(
         "optimizers.by_matrix: blocks.weight has 2 dims of layers, and dim 0 of them is split "

@@ -280,7 +280,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     if not way.lead:
         return shards.gather(x, splits)
     layers = way.lead - 1  # the last dim of layers, which is divided among the owners
-    _check_divides(x.shape, way)
+    _check_divides(x.shape, splits, way)
     for split in way.splits:
         # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
         # for layers, by an all-to-all. A share along the layers is on its owner already.
@@ -340,14 +340,16 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
             )
 
 
-def _check_divides(shape: tuple[int, ...], way: _Way) -> None:
+def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
     """Refuses layers on a device that do not divide by the number of their owners. `shape` is the
-    shape of the leaf, which has layers, on a device."""
+    shape of a gradient or parameter, which has layers, on a device; it is a share along `splits`.
+    """
     layers = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that
-    # split no dim (`inner`). A split of the layers themselves has divided them already.
-    inside = [split for split in way.splits if split.dim > layers]
-    owners = math.prod(split.axis.size() for split in [*inside, *way.inner])
+    # split no dim (`inner`). A split of the layers themselves has divided a share already.
+    divided = [split for split in splits if split.dim == layers]
+    left = [split for split in way.splits if split not in divided]
+    owners = math.prod(split.axis.size() for split in [*left, *way.inner])
     if shape[layers] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
