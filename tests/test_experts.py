@@ -23,7 +23,18 @@ from mixtures import TOKENS, D, Plain, gathered_ragged, layer_of
 from reference import EXACT, OPTIMIZER, assert_close
 from user_models import on
 
-from parallax import context, experts, grads, mesh, pipeline, rules, schedule, step, zero
+from parallax import (
+    context,
+    experts,
+    grads,
+    jaxprs,
+    mesh,
+    pipeline,
+    rules,
+    schedule,
+    step,
+    zero,
+)
 from parallax.collectives import ring
 from parallax.collectives.axis import xla
 from parallax.collectives.types import varying
@@ -225,6 +236,29 @@ def test_a_token_that_is_not_finite_changes_no_other_token(name):
     x[~others] = np.nan
     y, _ = tight(name)(w, x)
     assert np.all(np.isfinite(np.asarray(y)[others]))
+
+
+def test_an_expert_that_is_chosen_twice_counts_twice():
+    """A block then has a row twice, so no sum over its rows may promise that they differ."""
+    w, x, once = layer_of(8), mixtures.normal(1, SEQUENCES, TOKENS, D), experts.top_k(1)
+
+    def twice(logits, bias):
+        routing = once(logits, bias)
+        ids, weights = (jnp.repeat(a, 2, axis=-1) for a in (routing.experts, routing.weights))
+        return routing._replace(experts=ids, weights=weights)
+
+    def by(route):
+        total = lambda w, x: jnp.sum(experts.moe(x, w, (), route=route)[0])
+        return jax.value_and_grad(total, argnums=(0, 1))
+
+    assert_close(by(twice)(w, x), jax.tree.map(lambda a: 2 * a, by(once)(w, x)), EXACT)
+    scatters = [
+        eqn
+        for eqn in jaxprs.every(jax.make_jaxpr(by(twice))(w, x).jaxpr)
+        if eqn.primitive.name == "scatter-add" and eqn.invars[1].aval.shape[0] > 1
+    ]
+    assert scatters
+    assert not any(eqn.params["unique_indices"] for eqn in scatters)
 
 
 # Five steps of a decoder
@@ -623,6 +657,20 @@ def test_refusals():
         ValueError, match=r"^experts.grouped: a block needs 1 row or more; got size=0"
     ):
         experts.grouped(size=0)
+
+
+def no_choice(logits, bias):
+    return jax.tree.map(lambda a: a[..., :0], experts.top_k(1)(logits, bias))
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_no_tokens_and_no_choices_are_refused(name):
+    dispatch, algorithm = DISPATCHES[name]
+    axis, needed = algorithm("data"), "experts.moe needs 1 token or more, and 1 expert or more"
+    refused(needed, x=jnp.ones((8, 0, D)), axis=axis, dispatch=dispatch)
+    refused(needed, route=no_choice, axis=axis, dispatch=dispatch)
+    if dispatch == experts.exchanged(ALL):
+        assert dispatch.room(0, 2, 2, 4) == 0
 
 
 @pytest.mark.sweep(2, "experts")

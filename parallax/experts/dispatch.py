@@ -427,8 +427,11 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 
     The mean is `choices / parts`, and `most` is a bound. The capacity may be infinite.
     """
-    # The bound is tested first, so that an infinite number is never rounded.
-    return most if capacity * choices >= most * parts else math.ceil(capacity * choices / parts)
+    # The bound is tested first, so that an infinite number is never rounded. Infinity times 0
+    # choices is no number.
+    if math.isinf(capacity) or capacity * choices >= most * parts:
+        return most
+    return math.ceil(capacity * choices / parts)
 
 
 def _check_capacity(name: str, capacity: float) -> None:

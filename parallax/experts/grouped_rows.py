@@ -107,9 +107,9 @@ class Block(NamedTuple):
         expert: the number of the expert.
         read: for each row of the block, the row of x to read. Filling rows are copies of the last
             row that counts, so that all computed numbers are finite.
-        written: the same numbers, but filling rows have different numbers out of range, so that
-            their results are not written.
-        pair: the pair of each row. Filling rows have different numbers out of range.
+        written: the same numbers, but filling rows have a number out of range, so that their
+            results are not written.
+        pair: the pair of each row. Filling rows have a number out of range.
     """
 
     expert: Int[Array, ""]
@@ -155,14 +155,8 @@ def _table(
         # Filling rows repeat the last pair of the expert, so that they read a row of x that exists.
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        # To write to, filling rows get numbers out of range, which a scatter drops. All of them
-        # differ, as `unique_indices` promises.
-        return Block(
-            expert,
-            read,
-            jnp.where(counts, read, rows + within),
-            jnp.where(counts, pair, pairs + within),
-        )
+        # To write to, filling rows get numbers out of range, which a scatter drops.
+        return Block(expert, read, jnp.where(counts, read, rows), jnp.where(counts, pair, pairs))
 
     return block, ends[-1]
 
@@ -253,12 +247,13 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 def _take(x: Array, index: Array) -> Array:
     """Returns the rows of `x` at `index`; numbers out of range, those of filling rows, give 0."""
-    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _add(total: Array, index: Array, term: Array) -> Array:
     """Returns `total` with `term` added at `index`; numbers out of range are ignored."""
-    return total.at[index].add(term.astype(total.dtype), mode="drop", unique_indices=True)
+    # A router may choose an expert twice for a token, so a row may come twice in a block.
+    return total.at[index].add(term.astype(total.dtype), mode="drop")
 
 
 # Adds the gradient of expert i to the sum [E, ...].

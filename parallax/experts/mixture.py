@@ -102,7 +102,8 @@ def moe(
 
     Raises:
         ValueError: the experts of a device times the devices are not the router's experts; `x` is
-            the same on the devices of `axis`; or an error of `route`, `dispatch` or `compute`.
+            the same on the devices of `axis`; there are no tokens, or no experts for them; or an
+            error of `route`, `dispatch` or `compute`.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
@@ -112,6 +113,12 @@ def moe(
     kind = accumulation_dtype(x.dtype)
     logits = x.astype(kind) @ params.router.astype(kind)
     routing = route(logits, None if isinstance(params.bias, tuple) else params.bias)
+    if not routing.experts.size:
+        raise ValueError(
+            "experts.moe needs 1 token or more, and 1 expert or more for each; got x of shape "
+            f"{x.shape}, and from route= experts of shape {routing.experts.shape}. Pass a batch "
+            "with tokens, and a router that chooses."
+        )
     # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
     # with its share of the hidden width. Backward, `all_tokens` sums the devices' gradients; the
     # experts' numbers, `ids`, have none.

@@ -25,7 +25,9 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the numbers of each token's experts, the best first.
+        experts: the numbers of each token's experts, the best first. An expert that comes twice
+            gets the sum of its weights; `exchanged` and `ragged` have room for different experts,
+            and even with `math.inf` may drop the second choice, and count it.
         weights: the factors of their results.
         logits: the router's logits.
         shares: the router's preference for each expert: above 0, with the sum 1.
