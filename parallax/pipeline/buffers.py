@@ -104,6 +104,7 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
         if not set(axes(axis.names)) & set(along):
             return jnp.zeros_like(kind)
         # Integers may be indices. An idle stage computes with them too, so they begin in range.
+        # `varying` is for random keys, whose `zeros_like` has no such axes.
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
         # Accelerators do not fill an empty array, which saves the time to write zeros. A tick
