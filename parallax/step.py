@@ -227,9 +227,10 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 def _check_own(loss: Array, state: State) -> None:
     """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
-    model or the optimizer's state does not vary."""
-    leaves = jax.tree.leaves(eqx.filter((state.model, state.optimizer), trees.is_array))
-    # If every leaf varies along an axis, the loss may vary too: on islands each has its own model.
+    state does not vary."""
+    # Every leaf of the model may be a shard. Then the number of the step tells one model from
+    # several: if it varies too, each device trains a model of its own, whose loss may vary.
+    leaves = jax.tree.leaves(eqx.filter(state, trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
         name
@@ -239,7 +240,7 @@ def _check_own(loss: Array, state: State) -> None:
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so each device has the loss of only its "
-            "own rows, although the model is the same there. Wrap the gradient function in "
+            "own rows, although the state is of one model there. Wrap the gradient function in "
             f"{REDUCING} over that axis."
         )
 
