@@ -1355,7 +1355,7 @@ RUN = (
         "test_checkpoint.py::test_what_this_run_did_not_make_stays",
     ),
     Mutant(
-        "_evaluated",
+        "_measured",
         "*sorted(others, reverse=True)",
         "*sorted(others)",
         "test_checkpoint.py::test_the_newest_one_that_was_evaluated_stays_until_a_newer_one_was",

@@ -290,7 +290,7 @@ def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
     world, other = MESHES[over](), mesh.make(data=8)
     said = (
         "mesh.spmd was given the mesh {'data': 4, 'tensor': 2}, and jax.set_mesh has set another, "
-        "{'data': 8}. Pass that one "
+        "{'data': 8}. Pass that mesh "
     )
     with jax.set_mesh(other):
         with pytest.raises(ValueError, match=re.escape(said)):

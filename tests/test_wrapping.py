@@ -257,6 +257,25 @@ def test_the_draws_have_right_and_wrong_cases():
         assert sum(case.right for case in filter(kind, cases)) >= 15
 
 
+@pytest.mark.parametrize("outer, inner", [("sum", "sum"), ("sum", "mean"), ("mean", "sum")])
+def test_gradients_that_were_summed_are_not_summed_again(outer, inner):
+    """Neither loss nor gradient would be wrong by its type: the gradient would be n times that of
+    the loss. A mean of means is the mean."""
+    devices = mesh.make(data=4, devices=jax.devices()[:4])
+    wraps = {"sum": grads.summed, "mean": grads.averaged}
+    grad = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
+    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+
+    def run(grad):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(mesh.spmd(grad, mesh=devices, **specs))(w, x)
+
+    with pytest.raises(ValueError, match="The gradients are the same along 'data', so they were"):
+        run(wraps[outer](wraps[inner](grad, "data"), "data"))
+    mean = grads.averaged(grads.averaged(grad, "data"), "data")
+    assert_close(run(mean), grad(w, x), EXACT)
+
+
 # What a gather is
 
 

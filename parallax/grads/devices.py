@@ -263,7 +263,7 @@ def summed(
         return total.astype(term.dtype)
 
     def wrapped(params, batch):
-        local = local_gradients(grad, params, batch, axis, loss=loss, reduced=reduced)
+        local = local_gradients(grad, params, batch, axis, loss=loss, reduced=reduced, mean=False)
         return value_and_sums(local, axis, total_as_term, loss=loss, aux=aux)
 
     return wrapped
@@ -350,6 +350,7 @@ def local_gradients(
     *,
     loss: bool = True,
     reduced: Callable[[Any], Any] | None = None,
+    mean: bool = True,
 ) -> LocalGradients:
     """Returns this device's loss and gradients for parameters declared varying along `axis`.
 
@@ -361,6 +362,7 @@ def local_gradients(
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
         reduced: as in `averaged`: the parameters that it picks are not declared varying.
+        mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:
         ValueError: as `averaged` does.
@@ -388,6 +390,7 @@ def local_gradients(
         # parameters, which they could not do through a traced program.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
+        _check_not_summed(value, gradients, declared, names, mean=mean)
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
         # Only along these axes can a loss be wrong. Without any, nothing is traced again.
         for name in sorted({*shares, *reduced_axes}):
@@ -429,6 +432,33 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
         if paths:
             shares[name] = paths
     return shares
+
+
+def _check_not_summed(
+    value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
+) -> None:
+    """Raises `ValueError` if the gradients were summed along one of `names` before.
+
+    The gradient of a parameter that is declared varying varies too, unless a sum over devices made
+    it the same on all. A mean changes no such gradient, so it is refused only if the loss varies,
+    and thus is not the one of these gradients.
+    """
+    leaves = jax.tree.leaves(gradients)
+    parameters = jax.tree.leaves(matching_parameters(gradients, declared))
+    for name in names:
+        differs = [
+            name in varying_axes(gradient)
+            for gradient, parameter in zip(leaves, parameters, strict=True)
+            if name in varying_axes(parameter)
+        ]
+        if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
+            continue
+        raise ValueError(
+            f"The gradients are the same along {name!r}, so they were summed over it already, and "
+            f"{'the loss was not' if mean else 'a sum would count them again on each device'}. "
+            f"Sum or average over {name!r} once: wrap the gradient function in grads.averaged or "
+            "in grads.summed, not in both."
+        )
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:

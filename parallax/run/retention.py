@@ -163,10 +163,8 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    # Without the newest checkpoint whose loss was measured, if it is among them.
-    for path in to_remove.keys() - {
-        _evaluated(folder, newest, {step for step in to_remove.values() if step not in refused})
-    }:
+    older = {step for step in to_remove.values() if step not in refused}
+    for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)
     # Left by a run that was killed while it wrote the file: no other run writes here now.
     for path in folder.glob(f".{NEWEST}.*.partial"):
@@ -188,12 +186,23 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _evaluated(folder: Path, newest: list[int], others: set[int]) -> Path | None:
-    """Returns the folder of the newest checkpoint whose loss was measured, among the steps `newest`
-    (newest first), or else among the steps `others`. Returns None if no loss was measured.
+def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
+    """Returns the folders that stay for their loss: the newest checkpoint whose loss was measured,
+    among the steps `newest` (newest first), or else among the steps `others`; and newer ones whose
+    manifest cannot be read now, since their loss may have been measured. A damaged one is none.
     """
+    stay = set()
     for step in (*newest, *sorted(others, reverse=True)):
         path = path_of(folder, step)
-        if (path / MANIFEST).is_file() and records.read(path)[0].evaluated is not None:
-            return path
-    return None
+        if not (path / MANIFEST).is_file():
+            continue
+        try:
+            record, _ = records.read(path)
+        except manifest.Damaged:
+            continue
+        except (ValueError, OSError):  # of another format, or a disk that may be back later
+            stay.add(path)
+            continue
+        if record.evaluated is not None:
+            return {*stay, path}
+    return stay
