@@ -236,7 +236,7 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         P(None, "tensor"),
         "tensor.row needs a weight [inputs of this device, outputs]: x, of shape (3, 2), has "
         "(2,) inputs here, and the weight is of shape (8, 2). Split its inputs over 'tensor' and "
-        "not its outputs;",
+        "not its outputs.",
     ),
     "a whole weight under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
