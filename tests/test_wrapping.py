@@ -257,7 +257,7 @@ def test_the_draws_have_right_and_wrong_cases():
         assert sum(case.right for case in filter(kind, cases)) >= 15
 
 
-@pytest.mark.parametrize("outer, inner", [("sum", "sum"), ("sum", "mean"), ("mean", "sum")])
+@pytest.mark.parametrize(("outer", "inner"), [("sum", "sum"), ("sum", "mean"), ("mean", "sum")])
 def test_gradients_that_were_summed_are_not_summed_again(outer, inner):
     """Neither loss nor gradient would be wrong by its type: the gradient would be n times that of
     the loss. A mean of means is the mean."""
