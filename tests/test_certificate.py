@@ -338,8 +338,7 @@ def test_finds_a_reduction_in_the_loop_over_microbatches():
     [
         (
             {"conditional": True},
-            "stands in a conditional, and is counted as if all its branches ran. If devices "
-            "take",
+            "stands in a conditional, and is counted as if all its branches ran. If devices take",
         ),
         (
             {"unbounded": True},
