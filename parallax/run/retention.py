@@ -188,8 +188,9 @@ def remove(path: Path) -> None:
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
     """Returns the folders that stay for their loss: the newest checkpoint whose loss was measured,
-    among the steps `newest` (newest first), or else among the steps `others`; and newer ones whose
-    manifest cannot be read now, since their loss may have been measured. A damaged one is none.
+    among the steps `newest` (newest first), or else among the steps `others`; and newer ones of
+    another format, whose loss may have been measured. A damaged one is none. Raises `OSError` if a
+    manifest cannot be read now; the writer then tries again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):
@@ -200,7 +201,7 @@ def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
             record, _ = records.read(path)
         except manifest.Damaged:
             continue
-        except (ValueError, OSError):  # of another format, or a disk that may be back later
+        except ValueError:  # of another format
             stay.add(path)
             continue
         if record.evaluated is not None:
