@@ -7,11 +7,12 @@ marked `long` is a large drawn case. A mark may stand beside another: `-m "long 
 selects jobs that are killed on purpose, which need a quiet machine and `-n 0`.
 
 **Sweeps.** A test marked `sweep(n)` is about more programs than one run has time for. Each run
-takes one nth of its cases, of a `long` test one third of that, and successive values of `--seed`
+takes one nth of its cases, of a `long` test one fifth of that, and successive values of `--seed`
 take every case once. All tests marked `sweep(n, "name")` with one name are cases of one sweep:
-"steps" are those that compile whole steps of a model and run several, some seconds each. A test
-marked `sweep` alone lets hypothesis draw other examples for each seed. No sweep has more than 30
-slices; `--all` runs them whole.
+"steps" are those that compile whole steps of a model and run several, some seconds each;
+"wholes" are other tests of more than a second; "search" are those that search among layouts. A
+test marked `sweep` alone lets hypothesis draw other examples for each seed. No sweep has more than
+30 slices; `--all` runs them whole.
 
 **Quick flags**, the default. Tests compile for minutes what runs for milliseconds, so LLVM is told
 not to optimise. Collectives and memory are those of the programs that users get. The bits are not:
@@ -56,7 +57,7 @@ hypothesis.settings.load_profile("parallax")
 
 
 SLICES = 30  # at most: so many values of --seed in a row take every case of every sweep
-OF_LONG = 3  # a run takes a third of the long tests
+OF_LONG = 5  # a run takes a fifth of the long tests
 OF_OTHERS = 10  # with users' flags, a tenth of the tests that are not about bits
 
 

@@ -106,7 +106,7 @@ AUX_GRAD_FNS = {  # with the count that comes out: 32 rows over 8 devices and 2 
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", AUX_GRAD_FNS)
 def test_auxiliary_values_go_through_every_wrapper(name):
     grad_fn, count = AUX_GRAD_FNS[name]
@@ -236,7 +236,7 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
         ),
         (
             lambda model, aux: {**model, "rate": 0.25},
-            "after_update must keep rate, which is 0.5; it returned 0.25. A leaf that is no array",
+            "after_update must keep rate, which is 0.5; it returned 0.25. A leaf that is not",
         ),
         (
             lambda model, aux: {**model, "rate": aux["loss"]},

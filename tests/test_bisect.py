@@ -198,7 +198,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name):
     parts, where, kind, collective = FAULTS[name]
@@ -293,6 +293,7 @@ def test_a_factor_is_no_rounding():
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_microbatch_and_the_number_are_named():
     off = lambda x: x.at[1].multiply(2)  # of each microbatch on each device, the second row
     found = first(one_device(), tapped_net.run(Parts(rows=off), data=2, microbatches=2))
@@ -303,6 +304,7 @@ def test_the_microbatch_and_the_number_are_named():
     assert one_device().values[bisect.Key("in", -1, "forward")].whole[row, column] == found.right
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_other_arguments_are_named_before_all_else():
     _, (state, (rows, targets, keys)) = tapped_net.run(data=2)()
     found = first(

@@ -268,6 +268,7 @@ def test_chunks_may_be_in_the_shape_of_a_v(grad_fn):
     assert_close(found, expected, EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_schedule_of_the_contributors_page_is_as_one_device():
     """The maker in CONTRIBUTING.md, as it stands there: at most 25 lines, and every gradient is
     right."""
@@ -334,7 +335,7 @@ def placements(draw):
     return np.array(places).reshape(stages, chunks).T
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, "wholes")
 @given(placement=placements(), each=st.integers(1, 3), uneven=st.booleans(), data=st.data())
 @settings(max_examples=15)
 def test_layers_are_stored_in_the_order_of_the_model(placement, each, uneven, data):
@@ -402,6 +403,7 @@ def test_one_device_equals_a_pipeline_of_any_placement(data, seed):
     assert_one_device_equals_the_pipeline(table, seed)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_one_device_equals_a_pipeline_placed_in_a_v():
     assert_one_device_equals_the_pipeline(greedy(v_placement(3), 2, [6] * 3), seed=0)
 
@@ -608,6 +610,7 @@ def loops(compiled):
     return ticks, jobs
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("make", MAKERS, ids=["1F1B", "zero bubble"])
 def test_the_program_is_the_table(make):
     """One loop of as many trips as there are ticks; in it a loop for each job, with the operations

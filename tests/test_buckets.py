@@ -86,7 +86,7 @@ def both(n, algorithm, nbytes):
     return world, jax.jit(f)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("n", range(1, 9))
 @every_algorithm
 @settings(max_examples=3)
@@ -109,6 +109,7 @@ SHAPES = st.lists(
 )
 
 
+@pytest.mark.sweep(3, "wholes")
 @given(leaves=SHAPES, nbytes=st.integers(1, 100))
 def test_every_leaf_is_in_one_bucket_that_is_full_but_not_too_full(leaves, nbytes):
     arrays = [np.zeros(size, jnp.dtype(dtype)) for size, dtype in leaves]
@@ -188,6 +189,7 @@ def test_gpt2s_small_gradients_go_together():
     assert sum(op.bytes for op in packed) == sum(op.bytes for op in plain)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_one_bucket_is_packed_at_a_time():
     """In memory, beside what leaf by leaf needs: one bucket, since each waits for the one
     before."""

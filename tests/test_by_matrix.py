@@ -49,6 +49,7 @@ OF_SHARDS = Way(
 on_both = {"specs": BOTH, "live": SPECS["tensor"], "data": 2, "tensor": 2}
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_shares_of_shards_train_as_one_device():
     table = {"adamw": BARE["adamw"], "muon": WRAPPED["muon"]}
     plain = on_one_device(table)

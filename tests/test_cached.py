@@ -86,7 +86,7 @@ def both(name, window, tokens):
     return jax.jit(kept), jax.jit(without)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("text", TEXTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_kept_keys_and_values_change_no_token(name, text):
@@ -108,7 +108,7 @@ def test_kept_keys_and_values_change_no_token(name, text):
     assert kept(model(name), np.arange(size), np.nan, 1.0, KEY).tolist() == [-1] * tokens
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_likeliest_tokens_are_those_of_transformers(kind):
     expected = json.loads((FIXTURE / kind / "expected.json").read_text())

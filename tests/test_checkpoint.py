@@ -157,6 +157,7 @@ def test_leaves_of_size_zero_come_back(tmp_path):
     assert restored["none"].sharding == placed.sharding
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_numbers_of_every_dtype_are_looked_at():
     """The largest ones too, many of which overflow what they are summed in."""
     kinds = [
@@ -463,6 +464,7 @@ def two(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("two"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["bit", "truncated", "missing"])
 def test_damage_is_refused_by_name_and_the_one_before_is_restored(two, tmp_path, kind):
     for seed in range(10):

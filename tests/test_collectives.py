@@ -350,7 +350,7 @@ def test_replicas_have_the_same_bits_of_what_is_computed_next(collective):
     ] == [1, 1]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     "collective",
     [
@@ -378,7 +378,7 @@ def test_transformations(collective):
         np.testing.assert_array_equal(ours, twin, key, strict=True)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @every_collective
 def test_types(collective):
     """Whichever axes the input varies along, the result varies where the twin's does."""
@@ -401,6 +401,7 @@ def test_types(collective):
             jax.eval_shape(spmd, jax.ShapeDtypeStruct((8 * 2 ** len(given), 8), jnp.float32))
 
 
+@pytest.mark.sweep(4)
 @every_collective
 def test_over_no_axis(collective):
     """`lax` neither adds nor drops a dim where there is no axis."""
@@ -665,6 +666,7 @@ if __name__ == "__main__":
 MOVERS_OF_KEYS = [ring, halving, two_rings, direct]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("axis", "tiled"), [(0, True), (1, True), (0, False), (1, False), (-1, False)]
 )
@@ -708,7 +710,7 @@ def test_random_keys_are_not_added(algorithm, name):
         run(jax.random.split(jax.random.key(0), 4))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("algorithm", MOVERS_OF_KEYS, ids=str)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])

@@ -658,6 +658,7 @@ def by_kernel(kernel, n, order, width):
     return context.unsplit(jax.jit(mapped)(*map(split, (q, k, v))), n, order=order), (q, k, v)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("width", [2, CHUNK])
 @pytest.mark.parametrize("kernel", OF_DISTANCES)
 def test_a_kernel_of_distances_is_refused(kernel, width):
@@ -666,6 +667,7 @@ def test_a_kernel_of_distances_is_refused(kernel, width):
             by_kernel(OF_DISTANCES[kernel], n, order, width)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", CAUSAL)
 def test_a_causal_kernel_of_tables_is_let_through(kernel):
     found, arrays = by_kernel(CAUSAL[kernel], 2, context.zigzag, 2)

@@ -245,6 +245,7 @@ def test_gathered_weights_are_no_attention():
         lowered(family, bare.Config(), Layout(data=2, context=2, zero=3))
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_keys_do_not_go_round_where_stages_do_other_jobs():
     layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble")
     message = (

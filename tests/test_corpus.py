@@ -33,6 +33,7 @@ def tokenizer(request):
     return TOKENIZERS[request.param]()
 
 
+@pytest.mark.sweep(3, "wholes")
 @given(text=st.text(max_size=60))
 @example(text="")
 @example(text="naïve — 漢字 🙂\r\n\t  <|endoftext|>")

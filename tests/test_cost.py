@@ -105,7 +105,7 @@ def layouts(among):
     )
 
 
-@pytest.mark.sweep(25)
+@pytest.mark.sweep(30)
 @layouts(MESHES)
 def test_the_fold_is_the_program(of, kind, n):
     """Bytes, messages and hops in a row, exactly; sizes that do not divide, fewer numbers than
@@ -198,6 +198,7 @@ def test_large_blocks_are_sent_apart(of, kind, n):
     assert many.messages == (count - 1) * shares * (2 if kind == "all_reduce" else 1)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("int8", 1)])
 def test_items_of_other_sizes(dtype, itemsize):
     assert_priced(ring.all_reduce, ring.all_reduce, axes_of(3), (0,), 0, itemsize, dtype)

@@ -247,6 +247,7 @@ def test_processes_that_read_their_rows_make_the_global_batch(n, length, step, s
     np.testing.assert_array_equal(strided, whole[1::5])
 
 
+@pytest.mark.sweep(3, "wholes")
 @given(steps=st.lists(st.integers(0, 60), min_size=2, max_size=8), seed=seeds)
 def test_a_batch_forgets_which_batches_came_before(steps, seed):
     def at(step):
@@ -289,6 +290,7 @@ def test_any_count_is_permuted(count, keys):
     np.testing.assert_array_equal(np.sort(numbers), np.arange(count))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 16, 17])
 def test_every_window_is_as_likely_at_every_place(count):
     """Over 4,000 epochs, each window at the first and at the last place, within five standard

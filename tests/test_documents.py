@@ -52,6 +52,7 @@ def programs():
     return alone, loss
 
 
+@pytest.mark.sweep(3, "wholes")
 @settings(max_examples=25)
 @given(windows=arrays(np.int32, (2, 17), elements=st.sampled_from([END, END, *range(11)])))
 def test_a_packed_window_computes_what_its_documents_do_alone(windows):
@@ -103,6 +104,7 @@ def test_packed_documents_train_as_on_one_device(text, kind, compute):
     check(text, kind, **compute)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_attention_weights_dropped_within_documents():
     """GPT-2's own attention masks the weights that it drops."""
     config = gpt2.Config(**SIZES, attention_dropout=0.5)

@@ -65,6 +65,7 @@ def test_bytes_by_kind(tmp_path):
     assert "2 MB" not in words  # no room in so low a box
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(data=8, zero=3), Layout(stage=4, tensor=2, microbatches=8)]
 )

@@ -227,6 +227,7 @@ def test_what_finds_no_room_adds_nothing_and_is_counted(name, drawn, seed):
     assert not np.any(np.asarray(y)[nothing])  # the residual alone
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("name", TIGHT)
 def test_a_token_that_is_not_finite_changes_no_other_token(name):
     w = layer_of(8)
@@ -238,6 +239,7 @@ def test_a_token_that_is_not_finite_changes_no_other_token(name):
     assert np.all(np.isfinite(np.asarray(y)[others]))
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_an_expert_that_is_chosen_twice_counts_twice():
     """A block then has a row twice, so no sum over its rows may promise that they differ."""
     w, x, once = layer_of(8), mixtures.normal(1, SEQUENCES, TOKENS, D), experts.top_k(1)

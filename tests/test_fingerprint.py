@@ -104,6 +104,7 @@ def by_hand(octets: bytes, width: int) -> list[int]:
 SHORT = ("int4", "int16")  # which become words with their sign
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in SHORT])
 def test_words_are_those_by_hand(dtype):
     x = values(dtype)
@@ -164,6 +165,7 @@ def test_the_signs_of_any_two_numbers_do_not_cancel():
 # Copies
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_copies_of_all_types_and_specs_are_equal_and_a_turned_bit_of_each_is_named():
     devices = over()
     tree, specs = leaves_of_all_types(devices)
@@ -272,6 +274,7 @@ def test_it_is_one_gather_of_eight_bytes_a_leaf_and_takes_no_memory():
     )
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_mover_of_ones_own_and_some_of_the_axes():
     devices = over()
     specs = {"w": P(None, "tensor"), "b": P()}
@@ -343,7 +346,7 @@ def prepared(layout, optimizer=None):
     ), devices
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_leaf_that_a_layout_copies_is_compared(name):
     """Each leaf in turn, on a device drawn; what is split over all devices alone is named as not
@@ -436,6 +439,7 @@ def training():
 KINDS = {"parameters": "model.", "moments": "u.", "sums of gradients": "acc_grads."}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
     """It turns between two steps; the steps go on until the next check, which names the leaf and
@@ -474,6 +478,7 @@ def test_a_turned_bit_is_found_in_100_of_100_draws(training, kind):
     assert found + healed == 100
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_bit_that_turns_inside_the_step_is_found():
     """In one device's copy of the reduced gradient: its parameters and moments are others from then
     on."""

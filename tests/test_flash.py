@@ -71,6 +71,7 @@ def check(tokens, heads, groups, dtype, specs):
 HEADS = P("data", None, "tensor")
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(
     ("tokens", "heads", "groups", "dtype"),
     [(384, 4, 2, jnp.float32), (256, 2, 2, jnp.bfloat16)],  # three blocks of 128, and one of 256

@@ -38,7 +38,7 @@ IN_FLIGHT = {  # the tables' own numbers, and the ticks in which all of it runs
 }
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", FILES)
 def test_tables_of_torch_load_and_are_drawn(name, tmp_path):
     table = from_csv(FILES[name])

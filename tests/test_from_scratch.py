@@ -32,6 +32,7 @@ def losses(scratch):
         return scratch.on_eight(STEPS)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_its_losses_are_those_of_the_kit(scratch, losses):
     """The kit's pipeline keeps residuals where the program computes them again; the order of the
     sums is another."""
@@ -39,6 +40,7 @@ def test_its_losses_are_those_of_the_kit(scratch, losses):
         np.testing.assert_allclose(losses, with_the_kit(scratch), rtol=1e-11)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_its_losses_are_those_of_one_device(scratch, losses):
     with jax.numpy_dtype_promotion("standard"):
         np.testing.assert_allclose(losses, scratch.on_one(STEPS), rtol=1e-11)

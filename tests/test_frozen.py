@@ -153,6 +153,7 @@ def program_of(arrays, static, batch, program):
     return program(eqx.combine(arrays, static), batch)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "ZeRO-1"])
 def test_frozen_leaves_have_no_state_and_the_step_moves_no_bytes_for_them(sharded):
     state, program, arrays = step_of(sharded=sharded)

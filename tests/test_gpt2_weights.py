@@ -88,6 +88,7 @@ def test_whole_model_computes_what_transformers_did(dtype, bound):
     assert_close(gradients, fixture("gradients.safetensors"), bound)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(
     ("dtype", "bound"), [BOUNDS[0], pytest.param(*BOUNDS[1], marks=pytest.mark.long)]
 )
@@ -559,6 +560,7 @@ def test_initial_weights_are_normal_with_smaller_ones_into_the_residual_stream()
     assert not np.asarray(model.wte)[500:].any()
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_padding_the_vocabulary_changes_nothing():
     logits, loss, gradients = evaluate(fixture(multiple=128), jnp.asarray(WINDOWS))
     assert gradients.wte.shape == (128, 12)
@@ -568,6 +570,7 @@ def test_padding_the_vocabulary_changes_nothing():
     assert_close(jax.tree.leaves(padded), jax.tree.leaves(plain), 1e-13)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_later_tokens_do_not_change_earlier_logits():
     model = fixture()
     before = np.asarray(gpt2.logits(model, jnp.asarray(WINDOWS)))

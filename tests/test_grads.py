@@ -171,6 +171,7 @@ def clip_over_shards(algorithm):
 TREE = {"whole": P(), "a": P("a"), "b": P(None, "b"), "both": P(("a", "b")), "complex": P("b")}
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("algorithm", [ring, xla], ids=["ring", "psum"])
 @settings(max_examples=20)
 @given(data=st.data(), scale=st.sampled_from([0.0, 1e-3, 1.0]))
@@ -218,6 +219,7 @@ def model_loss(model, batch):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_equinox_models():
     """Functions, names and integers among the leaves; the functions are wrapped as usual."""
     model = Model(

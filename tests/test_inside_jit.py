@@ -285,6 +285,7 @@ def test_a_map_inside_a_map_is_refused(over, manual):
         jax.jit(outer)(mesh.place(X, spec, world))
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("over", ["auto", "explicit"])
 def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
     world, other = MESHES[over](), mesh.make(data=8)
@@ -300,6 +301,7 @@ def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
     np.testing.assert_array_equal(summed(world)(X)[1], 2 * X)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("inside", [False, True], ids=["mesh=", "set_mesh"])
 def test_a_mesh_of_mixed_axes_is_refused_and_the_cures_work(inside):
     said = (

@@ -200,6 +200,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("case", "fragments"), CASES.values(), ids=CASES)
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
@@ -224,6 +225,7 @@ def test_islands_are_those_of_numpy(case, fragments, data):
     assert int(state.step) == steps
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_round_every_step_is_data_parallelism():
     """SGD inside, SGD(1.0) outside; clipping off, since each island would clip by its own norm."""
     rate = 0.1
@@ -239,6 +241,7 @@ def test_a_round_every_step_is_data_parallelism():
     assert_close(arrays(islands.joint_model(state)), arrays(model), SAME)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_one_island_is_the_inner_run():
     case = Case((1, 2, 2), 3, ADAMW, optax.sgd(1.0))
     losses, state = trained(case, 5, 7)
@@ -257,6 +260,7 @@ def test_one_island_is_the_inner_run():
     assert_close({"up": state.inner.model.up[0], "down": state.inner.model.down[0]}, w, SAME)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_int8_carries_what_it_rounds_away():
     """After one round with SGD(1.0) the exact weights are those of int8 less the mean of what the
     devices still owe."""
@@ -288,6 +292,7 @@ def test_layers_as_fragments():
     assert_close(filled, model, 0)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_another_number_of_islands():
     """From two to four and to one: the outer weights go on, and what is lost is said."""
     case, _ = CASES["fragments, delay, mixing"]

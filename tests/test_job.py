@@ -58,6 +58,7 @@ except ValueError as error:
     return done.stdout
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(
     "environment",
     [{}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}],
@@ -127,6 +128,7 @@ def test_on_one_machine_others_do_not_reach_the_service(
     }
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_limit_of_the_start_counts_from_the_start_of_the_process():
     assert 0 < processes._age() < 100_000
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"]) as process:
@@ -142,6 +144,7 @@ def test_half_of_what_to_do_is_refused(told):
         processes.initialize(*told)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("told", [("a:1", 2, 2), ("a:1", 2, -1)])
 def test_a_rank_beyond_the_processes_is_refused(told):
     assert "process_id < num_processes" in first_in_a_process(f"processes.initialize(*{told})")

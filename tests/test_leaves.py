@@ -27,6 +27,7 @@ from parallax.run import checkpoint
 # The state of a model with leaves that are no arrays
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_state_has_the_static_leaves_of_the_model_and_can_be_donated():
     world, kind, model = mesh.make(data=8), KINDS["mixed leaves"], mixed()
     with jax.numpy_dtype_promotion("standard"):

@@ -134,7 +134,7 @@ def findings(grad, rows=ROWS, **sizes):
         ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", INSIDE)
@@ -142,7 +142,7 @@ def test_scaling_before_the_sum_is_found(order, scale, algorithm):
     assert findings(INSIDE[order](SCALES[scale], ALGORITHMS[algorithm]("data")))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", OUTSIDE)

@@ -294,7 +294,7 @@ PAIRS = [
         a_mask_for_each_device,
         ("same along 'tensor' meet float32[2,3,4]", "all 4 devices"),
     ),
-    Pair(KEY, equinox_dropout, a_slice_of_the_whole_mask, ("one mask",)),
+    Pair(KEY, equinox_dropout, a_slice_of_the_whole_mask, ("the same mask",)),
     Pair(
         ADDED,
         bias_before_the_sum,
@@ -401,7 +401,7 @@ OF_TOKENS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", OF_TOKENS)
 def test_attention_and_positions_of_split_tokens(name):
     attend, positions, kinds = OF_TOKENS[name]
@@ -469,6 +469,7 @@ def test_recurrent_cells_by_rows_are_found(cell, step_of):
     assert {each.kind for each in cell_over_tokens(cell, step_of)} == {PARTS}
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_cell_by_rows_whose_shapes_do_not_fit_is_named(bias):
     """JAX's own words name two shapes, and not what was split."""
@@ -498,7 +499,7 @@ def test_a_cell_by_rows_whose_shapes_do_not_fit_is_named(bias):
     assert found(rules.match("**", P())) == []
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_models_of_users_are_silent(name, way):
     kind = KINDS[name]
@@ -589,6 +590,7 @@ ATTENTIONS = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
     (finding,), attend = attending(case)
@@ -596,6 +598,7 @@ def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
     assert "Each of 4 devices still makes all 4 heads, so each head is narrower" in finding.harm
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("qk_size", [4, 8])
 @pytest.mark.parametrize("change", [{"of_device": True}, {"gathered": True}])
 def test_attention_with_the_heads_of_a_device_is_silent(qk_size, change):

@@ -56,7 +56,7 @@ def halves(windows):
     return windows[:, :-1], windows[:, 1:]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, lambda f: f], ids=["jit", "eqx", "none"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [{"data": 2, "context": 4}, {"data": 4, "context": 2}])
@@ -78,6 +78,7 @@ def test_tokens_over_two_axes_are_found():
     assert "context.split(tokens, 8)" in finding.cure
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_no_alarm_where_the_values_do_not_tell():
     f = gradient(context.zigzag, mesh.make(data=2, context=4))
     tokens, targets = halves(windows_of())
@@ -110,6 +111,7 @@ def test_no_alarm_where_the_program_splits_them_itself():
         assert kinds(program, WEIGHTS, halves(windows_of())) == []
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_check_raises_what_changes_numbers():
     devices = mesh.make(data=2, context=4)
     f, batch = gradient(context.zigzag, devices), halves(windows_of())

@@ -74,6 +74,7 @@ def naive(q, k, v, first):
     return y
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("heads", "groups", "first"), [(6, 2, 0), (4, 4, 3), (4, 1, 2)])
 def test_grouped_attention_is_that_of_each_head(heads, groups, first):
     draw = np.random.default_rng(0).normal
@@ -106,6 +107,7 @@ def test_groups_that_were_not_picked_are_refused():
     assert grouped(q, k[:, :, :1], k[:, :, :1], sharers=4).shape == q.shape
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_shard_with_other_heads_is_refused():
     model = llama.Llama(dataclasses.replace(TINY, layers=1), key=KEY)
     windows = jnp.zeros((1, 4), jnp.int32)

@@ -48,6 +48,7 @@ BOUNDS = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dtype", "bound", "of_gradients"), BOUNDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_model_computes_what_transformers_did(kind, dtype, bound, of_gradients):
@@ -118,6 +119,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_round_trip_is_bit_for_bit_and_keeps_the_configuration(form, tmp_path):
     config = dataclasses.replace(TINY, **form)
@@ -136,6 +138,7 @@ def test_round_trip_is_bit_for_bit_and_keeps_the_configuration(form, tmp_path):
     assert_same(loaded, model)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_both_biases_and_norms_of_heads_are_no_model_of_theirs(tmp_path):
     model = llama.Llama(
         dataclasses.replace(TINY, bias=True, head_norms=True), key=jax.random.key(0)

@@ -108,6 +108,7 @@ def test_two_never_hold_it_while_runs_come_and_go(tmp_path):
     assert not list(tmp_path.rglob(lock.FILE))
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_file_that_is_replaced_between_opening_and_locking_is_not_the_lock(tmp_path, monkeypatch):
     """The holder releases the folder, and another run takes it, in that moment."""
     opened, others = os.open, []

@@ -16,7 +16,7 @@ from parallax.__main__ import main, parser
 from parallax.commands.options import HARDWARE, layout_of, model
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

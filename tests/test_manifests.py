@@ -130,6 +130,7 @@ def folder(two, tmp_path):
     return tmp_path / "copy"
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_every_malformed_manifest_is_passed_over(folder, pytestconfig):
     path, generator = folder / "00000002" / "manifest.json", random.Random(pytestconfig.option.seed)
     good, said = unseal(path), []

@@ -119,7 +119,7 @@ chains = st.lists(st.sampled_from([*ELEMENTWISE]), min_size=2, max_size=4) | st.
 )
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, "wholes")
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(drawn=st.lists(chains, min_size=5, max_size=5))
 def test_a_chain_is_refused_exactly_if_one_of_it_mixes(drawn):

@@ -200,6 +200,7 @@ def test_a_hole_is_one_and_whole_leaves_close_it():
         assert_close(params, plain[name][0], EXACT)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SAME_RATES)
 def test_a_rate_that_is_the_same_on_wholes_is_let_through(name):
     scaled = {"": of_leaves(lambda g, w: g * SAME_RATES[name](g))}

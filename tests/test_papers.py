@@ -60,6 +60,7 @@ def test_the_largest_is_planned(papers):
 
 
 @pytest.mark.programs
+@pytest.mark.long
 def test_it_prints_its_tables_and_the_page_has_them(papers, monkeypatch, capsys, tmp_path):
     """docs/planning.md has a line for each row, with the published time and our ratio; and the
     score: in the median within 5 %, nine in ten within 30 %, and four in five fit."""

@@ -302,6 +302,7 @@ def test_garbage_never_leaks(table, remat):
     check(fragile, table, remat=remat)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(
     ("table", "beside"),
     [(one_f_one_b_lockstep(4, 3), (2, 1)), (zero_bubble_lockstep(2, 3), (1, 2))],
@@ -541,6 +542,7 @@ def test_the_program_does_not_grow_with_the_microbatches(options):
     assert many <= 1.2 * few
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_program_does_not_grow_with_the_layers():
     few, many = (
         len(program(8, layers=layers).as_text()) for layers in (1, 12)
@@ -754,6 +756,7 @@ def test_stages_may_be_two_axes(algorithm):
     assert_close(found, jax.value_and_grad(one_device(embed, stage, head, 4))(params, batch), EXACT)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("grad_fn", [pipeline.value_and_grad, pipeline.value])
 @pytest.mark.parametrize(
     "make", [gpipe, one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b, zero_bubble]

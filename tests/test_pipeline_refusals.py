@@ -212,6 +212,7 @@ def test_the_loss_alone_may_close_over_parameters():
     np.testing.assert_allclose(jax.jit(mapped(value, P()))(params(), batch()), plain, rtol=EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_penalty_on_the_blocks_is_a_term_of_the_stage():
     """The cure: each stage adds its own part; it equals the sum in the head of one device."""
     own = lambda params, x, part, position: pipeline.Output(

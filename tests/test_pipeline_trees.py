@@ -301,7 +301,7 @@ def cases(draw, biggest=8):
 no_shrinking = [Phase.explicit, Phase.generate]  # each example compiles a program
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, "wholes")
 @settings(max_examples=2, phases=no_shrinking)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_everything_at_once_is_as_on_one_device(case, seed):
@@ -342,6 +342,7 @@ def program(exchange, rows=4):
     return run(params, batch), certificate.read(run.lower(params, batch).compile(), world)
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("schedule", [one_f_one_b_lockstep, zero_bubble_lockstep])
 def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
     """What the transpose needs of it is the same on all stages and for all microbatches; it is

@@ -241,6 +241,7 @@ def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, nam
         assert exact.predicted == exact.program, exact
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_state_is_that_of_the_prepared_step():
     """Over every kind of split, with an optimizer of one moment and with weights that some replicas
     cannot split."""
@@ -380,6 +381,7 @@ def test_the_time_of_turns_is_a_fold_over_the_table(data, costs):
     assert needed.arrivals == table.arrival_count + 1
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_turns_hold_fewer_microbatches_and_wait_for_the_dearest_job():
     layout = Layout(stage=4, microbatches=8, schedule="one_f_one_b", precision="bfloat16")
     step = lambda **other: plan.plan(
@@ -422,6 +424,7 @@ def test_the_collectives_of_lax_have_a_price():
     )  # the own part is in the result
 
 
+@pytest.mark.sweep(4, "search")
 def test_search_chooses_among_schedules():
     """The plans of 1F1B, and more; what computes again in I is left out."""
     search = functools.partial(
@@ -523,6 +526,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused():
         plan.plan(gpt2.MEDIUM, Layout(tensor=3), hardware.A100, batch=8)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_table_says_what_zero_leaves_whole():
     """The width of xl, 1,600, is no multiple of 48."""
     of = lambda data: str(
@@ -532,6 +536,7 @@ def test_the_table_says_what_zero_leaves_whole():
     assert "ZeRO leaves" not in of(64)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_table_has_every_number():
     text = str(plan.plan(gpt2.LARGE, Layout(data=8, tensor=4, zero=1), hardware.A100, batch=64))
     for said in (
@@ -546,6 +551,7 @@ def test_the_table_has_every_number():
 # Searching
 
 
+@pytest.mark.sweep(4, "search")
 def test_what_is_found_is_valid_fits_and_is_ranked():
     model, chip = TINY, dataclasses.replace(hardware.A100, memory=12e6)
     found = layouts.search(
@@ -569,6 +575,7 @@ def test_what_is_found_is_valid_fits_and_is_ranked():
     assert len(layouts.table(found, 3).splitlines()) == 4
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_what_cannot_be_found_is_told():
     with pytest.raises(ValueError, match="there is none"):
         layouts.search(gpt2.SMALL, 7, hardware.A100, batch=8)
@@ -596,6 +603,7 @@ def test_what_cannot_be_found_is_told():
         layouts.search(gpt2.GPT3, 2, hardware.V100, batch=8)
 
 
+@pytest.mark.programs
 def test_planning_touches_no_device():
     """Thousands of devices, in a process whose JAX has no backend at all."""
     program = (
@@ -639,6 +647,7 @@ def test_the_sizes_of_another_model_are_refused(config):
         families.known(config)
 
 
+@pytest.mark.sweep(4, "search")
 def test_search_of_a_llama():
     """Llama 3 8B on 64 H100 with a kernel for attention: no pipeline, matrices split inside a
     machine, and close to half of the peak."""
@@ -658,6 +667,7 @@ def test_search_of_a_llama():
     assert 0.4 < best.share_of_peak < 0.6
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_an_attention_kernel_keeps_no_scores():
     """Less memory and fewer passes, and the same messages and products."""
     layout = Layout(data=8, zero=1, precision="bfloat16")

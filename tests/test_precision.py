@@ -150,6 +150,7 @@ def test_sums_are_wide_to_the_end():
     assert float(mean) == (1 + 255 / 256) / 256
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_mixed_gradients_are_near_the_wide_ones():
     draw = np.random.default_rng(0).normal
     params = {

@@ -76,6 +76,7 @@ def peaks(x, block_size):
     )
 
 
+@pytest.mark.sweep(3, "wholes")
 @settings(max_examples=40)
 @given(
     data=st.data(),
@@ -283,7 +284,7 @@ def test_bound(n, data):
         }  # the same bits on all devices
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @every_n
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_hidden(n, bad):

@@ -74,6 +74,7 @@ def same(found, expected):
 ALGORITHMS = {"ring": ring, "psum": xla, "bucketed": lambda axis: bucketed(ring(axis))}
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize(
     ("algorithm", "again"),
     [
@@ -92,6 +93,7 @@ def test_gradients_are_those_of_one_device(algorithm, again):
     )
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_over_a_tuple_of_axes_inside_another_mean():
     """Groups of replicas: each sums as its gradients are made, and the mean over groups is taken at
     the end."""
@@ -113,6 +115,7 @@ def test_over_a_tuple_of_axes_inside_another_mean():
     same(eqx.filter_jit(outer)(Model(), BATCH), eqx.filter_value_and_grad(loss)(Model(), BATCH))
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "left"])
 def test_one_without_the_other_changes_no_gradient(wraps):
     """A block that nobody leaves to `reduced_in_backward`, and one that is left to it and not
@@ -228,6 +231,7 @@ def lowered(text, **compute):
     return prepared.train.lower(prepared.shapes, windows)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_the_recipe_sums_in_the_loop():
     found, D = inside_loops(lowered("data=2", reduce_in_backward=True)), CONFIG.width
     assert found[True][D, 4 * D] == CONFIG.layers

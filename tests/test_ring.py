@@ -350,7 +350,7 @@ def transformed(collective, where):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @every_collective
 @pytest.mark.parametrize("where", ["inside", pytest.param("around", marks=pytest.mark.long)])
 @settings(max_examples=5)

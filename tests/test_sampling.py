@@ -104,6 +104,7 @@ def test_filtered_equals_transformers():
         )
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_temperature_0_is_greedy_and_a_small_one_too():
     for temperature in (0, 0.0, 1e-30, 5e-324):
         assert drawn(np.array([3]), temperature, None, KEY).tolist() == greedily(3, 12)
@@ -117,6 +118,7 @@ def test_temperature_0_is_greedy_and_a_small_one_too():
     np.testing.assert_array_equal(equal, [-np.inf, 0, -np.inf])
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_draws_follow_the_chances():
     keys = jax.random.split(KEY, 20_000)
     first = jax.vmap(lambda key: drawn(np.array([3]), 0.7, 0.8, key, top_k=5, tokens=1))(keys)[:, 0]
@@ -199,6 +201,7 @@ def test_sampled_refuses(wrong, message):
         sampled(Writer(logits, options.pop("window")), **options)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_numbers_may_be_numpys_and_prompts_lists():
     expected = sampled(
         Writer(logits, 4),
@@ -217,6 +220,7 @@ def test_numbers_may_be_numpys_and_prompts_lists():
     assert sampled(Writer(logits, 4), [3], tokens=0, key=KEY).shape == (0,)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_split_model_writes_what_one_device_writes():
     model = gpt2.GPT2(CONFIG, key=KEY, dtype=jnp.float64)
     model = jax.tree.map(lambda w: 30 * w if w.ndim > 1 else w, model)  # so that logits differ
@@ -245,6 +249,7 @@ def compiled():
     return model, jax.jit(grad)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_ids_outside_make_the_loss_nan_unless_nothing_that_counts_sees_them():
     model, grad = compiled()
     ones = np.ones((2, 5))

@@ -73,6 +73,7 @@ def test_a_table_to_read():
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_million_microbatches_take_a_second(maker):
     """Of a processor, some 0.8 s; made job by job they would take minutes."""
@@ -137,6 +138,7 @@ def test_the_bubble_is_the_formula(size, costs):
     assert table.makespan(F, B, W) == pytest.approx(work + bubble)
 
 
+@pytest.mark.sweep(3, "wholes")
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_default_costs_are_of_the_same_work(P, M, v):
     """F, I and W of 1 each, and B, which is both, of 2: in every schedule a stage works 3 M."""
@@ -435,7 +437,7 @@ def mutated(lanes, placement, random):
     return lanes, placement
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("name", [*LOCKSTEP, *PER_STAGE])
 @settings(max_examples=200)
 @given(

@@ -220,6 +220,7 @@ def test_a_run_that_is_killed_takes_the_same_batches(until, tmp_path, capsys):
     assert numbers(kept(tmp_path / "two")) == numbers(kept(tmp_path / "one"))
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_checkpoint_between_the_spikes_is_passed_over_and_the_budget_ends_it(tmp_path, capsys):
     """One spike lies before the save of step 24, the next two behind it."""
     _, printed = run(tmp_path / "one", capsys, checkpoint_every=4, keep=4)

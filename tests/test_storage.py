@@ -57,7 +57,10 @@ class Faults:
 def faults():
     found = Faults()
     yield found
-    found.folder = ""
+    with warnings.catch_warnings():
+        # Coroutines that Orbax left: collected later, they would warn in a test of something else.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +68,6 @@ def _quick(monkeypatch, faults):
     monkeypatch.setattr(writer, "PAUSE", 0.001)
     yield
     faults.folder = ""
-    with warnings.catch_warnings():
-        # Coroutines that Orbax left: collected later, they would warn in a test of something else.
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        gc.collect()
 
 
 def state_of(step):
@@ -245,6 +244,7 @@ def test_which_errors_may_be_over_in_a_while(error, is_one):
     assert barriers.transient(outer) is is_one
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_blocks_that_were_donated_are_there_again():
     axes = mesh.make(data=4, tensor=2)
     arrays = {

@@ -93,7 +93,7 @@ def trained(make, data, devices, shares):
     return state.model, losses
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, "wholes")
 @settings(max_examples=2)
 @given(data=st.data())
 def test_replaced_layers_train_as_on_one_device(data):
@@ -141,6 +141,7 @@ def both(layer_axis, up, down, x, dtype=None):
     return eqx.filter_value_and_grad(summed)((up, down), x)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [8, 16])
 def test_column_and_row_take_equinox_layers_whole(size, dtype):
@@ -315,6 +316,7 @@ class Tagger(eqx.Module):
         return self.out(jax.vmap(self.embedding)(ids).mean(0))
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_replaced_embedding_trains_as_on_one_device():
     """Rows over 4 devices, beside data 2; ids of all rows, some of them twice."""
     keys = jax.random.split(jax.random.key(0), 2)

@@ -140,6 +140,7 @@ def can_be(box, rings, sizes):
     return any(fill(1, {order[0]: p}) for p in starts)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_rings_are_of_neighbours_wherever_they_can_be(target):
     devices, box = chips(target), TARGETS[target]

@@ -376,7 +376,7 @@ def drawn(count, seed=0):
     return list(found)
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize(
     ("line", "family", "config"),
     [(line, gpt2.FAMILY, TINY) for line in drawn(60)]

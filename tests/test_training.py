@@ -362,6 +362,7 @@ def test_chosen_steps_are_traced(monkeypatch, tmp_path, chosen, ran, expected):
     assert calls == expected
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_trace_is_written(tmp_path):
     with trackers.profiler(tmp_path, range(1)) as begin:
         begin(0)

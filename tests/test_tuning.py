@@ -26,6 +26,7 @@ terms = st.tuples(
 )
 
 
+@pytest.mark.sweep(3, "wholes")
 @given(terms, st.booleans())
 def test_finds_the_link_behind_the_times(terms, one_port):
     link = Link(*terms, one_port=one_port)
@@ -155,6 +156,7 @@ def test_auto_is_a_twin_of_psum(monkeypatch):
     assert lowered.count('all_reduce"(') == 1 + 2  # psum on the large one, and over y
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_auto_on_a_live_mesh():
     world = mesh.make(x=2, y=2, devices=jax.devices()[:4])
     auto, text = tuning.auto(

@@ -233,6 +233,7 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
     np.testing.assert_allclose(total({"w": P(("tensor", "fsdp"))}), np.sum(w**2), rtol=EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_shares_that_are_scattered_over_the_outer_axis_are_refused():
     world = mesh.make(fsdp=2, tensor=4)
     grad = zero.reduce_scattered(
@@ -312,6 +313,7 @@ def test_layers_that_are_shared_out_are_refused_where_they_are_looped_over():
         assert_close(trained(fsdp(keep={"blocks.**": (0,)}), layer_of), expected, EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_what_is_gathered_may_be_declared_varying_by_hand():
     """Leaves that stay whole differ in type alone, as `grads.averaged` and users declare them."""
     specs = {"w": P("data"), "b": P()}
@@ -326,6 +328,7 @@ def test_what_is_gathered_may_be_declared_varying_by_hand():
     assert f({"w": np.ones(8), "b": np.ones(())}, np.ones(8)) == 9
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_gradient_function_inside_another_knows_what_that_declared():
     """Shares over data, gathered; an inner sum over tensor, of shards. The outer mean has declared
     all varying over data."""

@@ -102,7 +102,7 @@ def on_devices(body):
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_values_types_and_gradients_are_those_of_lax(algorithm, kind):

@@ -121,7 +121,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_five_steps_are_those_of_one_device(name, way):
     kind, plain, traces = KINDS[name], alone(name), []

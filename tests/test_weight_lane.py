@@ -142,7 +142,7 @@ def products(f, *arguments):
     return of(opened(jax.make_jaxpr(f)(*arguments)), 1)
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("keep", [pipeline.residuals, pipeline.inputs])
 @pytest.mark.parametrize("name", STAGES)
 @settings(max_examples=3)
@@ -245,6 +245,7 @@ def test_operations_are_those_of_the_table():
     assert operations(program(zero_bubble_lockstep)) == ticks * (F + B - weight) + M * weight
 
 
+@pytest.mark.sweep(3, "wholes")
 @pytest.mark.parametrize("keep", [pipeline.residuals, pipeline.inputs])
 def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
     """GPT-2's blocks: F + I + W = F + B exactly, and with all computed again I has F once more."""

@@ -231,7 +231,7 @@ def outcome(case):
         return str(error)
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_order_is_one_device_or_refused(seed):
     """What is right is never refused; a share that is not gathered may also meet shapes that do not
@@ -317,6 +317,7 @@ GATHERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("gather", GATHERS)
 def test_any_gather_counts(gather):
     """Also of what was computed of the share, inside `jit`, a loop or `checkpoint`."""
@@ -365,6 +366,7 @@ def all_to_all_by_hand(rows):
     return out
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
 @pytest.mark.parametrize("by", ["lax", "a ring", "hand"])
 def test_rows_may_travel_to_a_share(by, penalty):
@@ -531,6 +533,7 @@ def pair_of_means(w, x):
     return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), jax.value_and_grad(squared)(w, x))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "grad",
     [
@@ -643,7 +646,7 @@ HEADS = {  # and whether they are right
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("table", [schedule.one_f_one_b_lockstep, schedule.one_f_one_b])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_sums_over_stages_after_it_took_the_last_ones(name, table):
@@ -736,6 +739,7 @@ NEED_TYPES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("how", UNTYPED)
 @pytest.mark.parametrize("name", NEED_TYPES)
 @pytest.mark.filterwarnings("ignore")
@@ -766,6 +770,7 @@ def test_a_partly_automatic_map_with_types_is_right():
 # Sums of 16 bits
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("algorithm", [xla, ring, halving], ids=str)
 @pytest.mark.parametrize("grad_fn", [grads.summed, grads.averaged])
@@ -840,6 +845,7 @@ REDUCERS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("reduced", REDUCERS)
 @pytest.mark.parametrize("sizes", [{"dp": 8}, {"dp": 4, "tensor": 2}])
 def test_one_spec_for_rows_and_a_table_is_refused(reduced, sizes):
@@ -857,6 +863,7 @@ def test_one_spec_for_rows_and_a_table_is_refused(reduced, sizes):
     assert_close((loss, gradients), jax.tree.map(lambda x: x * devices, whole), EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_unequal_rows_that_are_meant_are_let_through():
     """A graph on each device has nodes and edges, by specs of their own; a device may have a key;
     and the parameters of one spec may have any sizes."""

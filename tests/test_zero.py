@@ -368,6 +368,7 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         assert_close(jax.jit(spmd)(PARAMS, INPUTS), expected, EXACT)
 
 
+@pytest.mark.sweep(3, "wholes")
 def test_a_split_inside_a_group_with_copies_across_groups():
     """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""
     optimizer = optax.adam(1e-2, eps=1e-6)

@@ -95,7 +95,7 @@ def trained(stage, *, steps=1, **changes):
     return state, losses
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("axis", ["data", ring("data")], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -209,6 +209,7 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_what_was_forgotten_is_told(forgotten):
     stage, changes, message = FORGOTTEN[forgotten]
