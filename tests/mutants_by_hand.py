@@ -2061,6 +2061,7 @@ EXPERTS = (
         "grads.averaged(grad, reduced_over, reduced=",
         "grads.averaged(grad, sharded_over, reduced=",
         "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k sequence",
+        long=True,
     ),
     Mutant(
         "statistics",
@@ -2088,6 +2089,7 @@ EXPERTS = (
         "result.loss",
         "test_llama_experts.py::test_five_steps_are_those_of_all_experts_on_all_tokens -k 'stage "
         "and context'",
+        long=True,
     ),
     Mutant("mixed", "normalised=True", "normalised=False", "test_llama_weights.py -k whole"),
     Mutant(
