@@ -310,8 +310,14 @@ def _batched(arguments, dims, *, mark, way, recorder):
     """Returns the tap under `jax.vmap`, and the dim that it maps, which in the mark is a dim of the
     batch. `arguments` are the operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
-    # If the layer or the microbatch were mapped, one callback would report several of them.
-    if any(other_dim is not None for other_dim in others):
+    # If the layer, the microbatch or a position were mapped, one callback would report several.
+    mapped = [other_dim is not None for other_dim in others]
+    if any(mapped[len(mark.sizes) + 2 :]):
+        raise ValueError(
+            f"bisect.tap: jax.vmap maps the places of {mark.path}. Pass places that are the same "
+            "for all that the vmap maps, or call `tap` outside the vmap."
+        )
+    if any(mapped):
         raise ValueError(
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tapped_net import Parts
 
 from parallax import bisect, grads, mesh, taps
+from parallax.bisect.collectives_between import before_result
 from parallax.bisect.diagnosis import diagnose
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying
@@ -434,6 +435,31 @@ def test_a_function_that_was_traced_before_is_at_its_own_layer(kind):
 
     made = bisect.record(lambda: (f, (jnp.ones(2),)))
     assert [key.layer for key in made.values if key.path == "layers.*.out"] == [0, 1, 2]
+
+
+def test_mapped_places_are_refused_by_name():
+    def placed(x, places):
+        return bisect.tap(x, "x", places={0: places})
+
+    with pytest.raises(
+        ValueError, match=r"vmap maps the places of x\. Pass places that are the same"
+    ):
+        bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
+
+
+def test_each_call_of_one_function_is_followed():
+    """JAX uses one jaxpr for all of them, one inside another too."""
+    halved = jax.jit(lambda x: x / 2)
+    outer = jax.jit(lambda x: halved(x) + 1)
+
+    def step(a, b, c, d):
+        a, b, c, d = (taps.tap(x, path) for x, path in zip((a, b, c, d), "abcd", strict=True))
+        return halved(a) + halved(b) + outer(c) + outer(d)
+
+    with taps.recording():
+        program = jax.make_jaxpr(step)(*[jnp.ones(3)] * 4).jaxpr
+    found = before_result(program, 0)
+    assert sorted(path for path, _ in found.taps) == ["a", "b", "c", "d"]
 
 
 def test_a_dim_of_vmap_is_the_batch():

@@ -72,12 +72,15 @@ class _Body(NamedTuple):
         jaxpr: the jaxpr.
         parent: the body that contains it; None for the whole program.
         eqn: the equation of the parent that contains it.
+        calls: the ids of the equations around it, from the whole program on. JAX may use one
+            jaxpr for several calls; these tell their bodies apart.
         makers: the equation that makes each of its variables.
     """
 
     jaxpr: Jaxpr
     parent: "_Body | None"
     eqn: JaxprEqn | None
+    calls: tuple[int, ...]
     makers: dict[Any, JaxprEqn]
 
 
@@ -108,7 +111,9 @@ def before_result(program: Jaxpr, place: int) -> ProgramSlice:
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
     """Returns a jaxpr as a `_Body`, with the equation that makes each of its variables."""
-    return _Body(jaxpr, parent, eqn, {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars})
+    calls = () if parent is None else (*parent.calls, id(eqn))
+    makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}
+    return _Body(jaxpr, parent, eqn, calls, makers)
 
 
 def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
@@ -125,10 +130,10 @@ class _SliceReader:
 
     def __init__(self):
         """Begins with nothing collected; `program_slice` says what is collected."""
-        # The variables that were followed, each with the id of its jaxpr.
-        self.seen: set[tuple[int, Any]] = set()
-        # The opened calls, by the ids of the jaxpr and of the equation that calls it.
-        self.bodies: dict[tuple[int, int], _Body] = {}
+        # The variables that were followed, each with the `calls` of its body.
+        self.seen: set[tuple[tuple[int, ...], Any]] = set()
+        # The opened calls, by the id of the jaxpr and the `calls` of its body.
+        self.bodies: dict[tuple[int, tuple[int, ...]], _Body] = {}
         # Dicts without values are sets that keep their order.
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}
@@ -150,9 +155,9 @@ class _SliceReader:
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
-            if is_literal(atom) or (id(body.jaxpr), atom) in self.seen:
+            if is_literal(atom) or (body.calls, atom) in self.seen:
                 continue
-            self.seen.add((id(body.jaxpr), atom))
+            self.seen.add((body.calls, atom))
             eqn = body.makers.get(atom)  # None for an input of the body
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
@@ -222,7 +227,10 @@ class _SliceReader:
         JAX may use one jaxpr for several calls. Each call has its own body, so that the operands of
         each call are followed.
         """
-        return self.bodies.setdefault((id(jaxpr), id(eqn)), _body(jaxpr, body, eqn))
+        key = id(jaxpr), (*body.calls, id(eqn))
+        if key not in self.bodies:
+            self.bodies[key] = _body(jaxpr, body, eqn)
+        return self.bodies[key]
 
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
