@@ -147,8 +147,8 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
     [
         ({"groups": 3}, r"heads=4 must divide by groups=3\. Use groups=2"),
         ({"width": 18}, r"width=18 must divide by heads=4\. Use heads=3"),
-        ({"width": 18, "heads": 6, "groups": 1}, r"an even head_width, whose halves turn; got 3"),
-        ({"head_width": 5}, r"an even head_width, whose halves turn; got 5"),
+        ({"width": 18, "heads": 6, "groups": 1}, r"an even head_width, .*; got 3"),
+        ({"head_width": 5}, r"an even head_width, .*; got 5"),
         ({"hidden": 0}, r"needs hidden of 1 or more; got 0"),
         ({"theta": 0.0}, r"needs theta of more than 0; got 0"),
         ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),

@@ -123,7 +123,8 @@ MISUSES = {
             "w",
             "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along "
             "'stage', so each of the 2 stages would run all layers. Split its layers dim, as [1, "
-            "L / 1, ...] under P(None, 'stage'); L must divide by 2, the chunks of all stages.",
+            "L / 1, ...] under P(None, 'stage'); L must be a multiple of 2, the number of chunks "
+            "of all stages.",
         ),
     ),
     "closure, computed": (
@@ -301,9 +302,9 @@ REFUSALS = {
     "integers": (
         {"embed": lambda params, part: {"ids": jnp.ones((2, 3), jnp.int32)}},
         "pipeline: embed returned ids: int32[2, 3], and at least one array of floating-point "
-        "numbers must go through the stages: the others travel without a cotangent, so nothing "
-        "before them would be trained. Let embed return what it looks up, such as embeddings; "
-        "the batch itself reaches every stage, as `microbatch`.",
+        "numbers must go through the stages: other arrays have no cotangent, so embed would get "
+        "no gradient. Let embed return the arrays that it looks up, such as embeddings; the "
+        "batch itself reaches every stage, as `microbatch`.",
     ),
     "keys": (
         {"embed": lambda params, part: {"key": jax.random.key(0), "x": part}},
@@ -389,8 +390,8 @@ def test_a_head_that_some_stages_share_is_refused():
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
-            "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got "
-            "float64 of shape (1, 2).",
+            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
+            "got float64 of shape (1, 2).",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),

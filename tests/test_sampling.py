@@ -159,7 +159,7 @@ def test_no_token_follows_one_that_is_none():
 def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
     with pytest.raises(
         ValueError,
-        match=rf"sample needs as temperature a finite number, .*; got {re.escape(str(value))}\.",
+        match=rf"sample needs a finite temperature .*; got {re.escape(str(value))}\.",
     ):
         sampled(Writer(logits, 4), [3], tokens=3, temperature=value, key=KEY)
     assert drawn(np.array([3]), value, None, KEY).tolist() == [-1] * 12
@@ -167,9 +167,7 @@ def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
 
 @pytest.mark.parametrize("value", [np.nan, -0.1, 1.1, np.inf])
 def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
-    with pytest.raises(
-        ValueError, match=rf"sample needs as top_p a number from 0 to 1; got {value}\."
-    ):
+    with pytest.raises(ValueError, match=rf"sample needs a top_p from 0 to 1; got {value}\."):
         sampled(Writer(logits, 4), [3], tokens=3, top_p=value, key=KEY)
     assert drawn(np.array([3]), 1.0, value, KEY).tolist() == [-1] * 12
 
@@ -191,7 +189,7 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
         ({"window": 0}, "got tokens 3, window 0"),
         ({"top_k": 0}, "a top_k of 1 or more, or None for all; got 0"),
         ({"prompt": []}, "a prompt of one token or more; got none"),
-        ({"temperature": np.ones(2)}, "sample needs as temperature a finite number"),
+        ({"temperature": np.ones(2)}, "sample needs a finite temperature"),
     ],
     ids=str,
 )

@@ -6,6 +6,8 @@ options = {"batch": 64, "key": key}
 one_island = decoder.train_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, **options)
 made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
 state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
+
+Of `one_island`, `local` is the step on one device's blocks, before it is mapped over the mesh.
 """
 
 from collections.abc import Callable
@@ -57,7 +59,7 @@ def train_step(
     split over the islands first, and then inside each island.
 
     Args:
-        one_island: the step of one island, with the batch of one island, on a mesh that also has
+        one_island: the step of one island, on its part of the global batch, on a mesh that also has
             the axes of the islands: `mesh.make(island=2, **layout.axes)`.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
@@ -70,6 +72,7 @@ def train_step(
     names, setup = islands.axis_names(axis), one_island.setup
     sequences = one_island.batch * islands.number_of_islands(axis, setup.mesh)
     options = {"axis": axis, "stream": stream}
+    # A `StateInit`: the shapes and specs of the state, and the function `init` that makes it.
     state = islands.state_init(
         one_island.shapes,
         one_island.specs,

@@ -7,6 +7,8 @@ one gradient function. To change a line, copy `grad_of`, and give the copy to
 model are its layers, and its *ends* are the weights outside them. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
 returns x, or an `Output` of x, its own term of the loss, or None, and auxiliary values, or None.
+`family.where(model)` gives the blocks. `axes` maps the name of an axis to the axis with its
+collective algorithm, and `setup.along(names)` joins several into one.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -77,13 +79,13 @@ class Compute:
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
             leaves out the first target of each further document. None: a window is one document.
-        expert_dispatch: how tokens are sent to experts on other devices, such as
+        expert_dispatch: the function that sends tokens to experts on other devices, such as
             `experts.exchanged(1.25)`; None: `experts.gathered`.
-        remat: wraps each block, a function of `parallax.remat` or your own; None: the one that the
-            layout's `remat` names.
+        remat: a function that wraps each block, such as one of `parallax.remat`; None: the one that
+            the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. On a GPU a long body is
             faster, since the compiler fuses across layers and keeps less for the backward pass; it
-            takes longer to compile. None: 1, and under ZeRO-3 2, but not on TPUs.
+            takes longer to compile. None: 2 under ZeRO-3 on CPUs and GPUs, else 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the one that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -91,9 +93,9 @@ class Compute:
         reduce_in_backward: whether each block's gradients are summed over the replicas during the
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
-        comms: how blocks communicate if their tokens are split over the tensor axis:
-            `sequence.overlapping` multiplies while tokens travel. None: `sequence.comms`, which
-            gathers them first.
+        comms: the communication of blocks whose tokens are split over the tensor axis, such as
+            `sequence.overlapping`, which multiplies while tokens travel. None: `sequence.comms`,
+            which gathers the tokens first.
         grad_of: composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -224,7 +226,7 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 def functions_of(setup: Setup) -> Functions:
     """Returns the family's functions `(embed, stage, head)` for a layout. They communicate and
     recompute in the backward pass as the layout says. The stage gathers the weights of its blocks
-    that ZeRO-3 splits; `grad_of` gathers the ends. A recording by `bisect` gets their weights.
+    that ZeRO-3 splits; `grad_of` gathers the ends. `bisect` can record the weights that they use.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -515,9 +517,9 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
     """Returns `stage` with its term of the loss typed as varying along `axis`, the type of the
     head's loss.
 
-    The loss is the mean over the devices of `axis`, which sums the gradients of all devices and
-    divides. If a term, such as a mean over all tokens, were typed as the same on all devices, its
-    gradient would be counted once instead of once per device.
+    Later, the gradients are summed over the n devices of `axis` and divided by n. A term may be
+    typed as the same on all devices, such as a mean over all tokens. Its gradient would be in that
+    sum once instead of n times, and so would be n times too small.
     """
 
     def wrapped(*arguments):

@@ -1,12 +1,12 @@
 """Text from a trained decoder, one token after another.
 
 `sampled` draws tokens by a `Writer`; `sampler` makes the function `sample` of a family. Keys and
-values are kept from token to token, so the next token costs a pass of one token.
+values are kept from token to token, so each new token costs a forward pass of only one token.
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
 width, V vocabulary. The *place* of a token is its number in the text, from 0 on. The *window* is
-the last tokens of the text, which the next one depends on. A token is *unknown*, -1, if a logit was
-nan; so are all later ones.
+the last tokens of the text, on which the next token depends. A token is *unknown*, -1 (`NOTHING`),
+if a logit was nan; all later tokens are then unknown too.
 """
 
 import functools
@@ -67,7 +67,7 @@ class Writer(NamedTuple):
 
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each of them.
-        window: the largest number of tokens before a new token that its logits depend on; static.
+        window: the number of tokens, at most, from which the next token is computed; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
         name: the name that errors begin with.
@@ -99,8 +99,8 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
         return _run(parts, model, tokens, None, 0, pad)
 
     def go_on(tokens, cache, first):
-        """Returns `(logits [B, V], cache)` after each sequence is extended by one token: `tokens`
-        [B], at the place `first`.
+        """Returns `(logits [B, V], cache)` after one more token of each sequence, `tokens` [B], at
+        the place `first`.
         """
 
         def write(old, new):
@@ -143,8 +143,10 @@ def _run(
             # The causal mask, from the place `first` of the first query, hides the empty places.
             return grouped(q, *caches[0], first=first)
 
+        # `comms(())`: no axis splits the layer's matrices here.
         apply = parts.layer(model.config, positions=places, comms=tensor.comms(()), attend=attend)
-        # No keys: no dropout. `output` makes an `Output` also of a bare x.
+        # Without random keys (None) there is no dropout. A layer may return x or an `Output`;
+        # `output` makes an `Output` of either.
         return output(apply(eqx.combine(weights, static), x, None, layer)).x, caches[0]
 
     x = decoder_parts.embed(parts, model, tokens, None, first=first)
@@ -290,12 +292,12 @@ def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[.
         if top_k < 1:
             raise ValueError(f"{name} needs a top_k of 1 or more, or None for all; got {top_k}.")
     temperature = _scalar(
-        f"{name} needs as temperature a finite number, 0 for the likeliest token, or more",
+        f"{name} needs a finite temperature of 0 (the likeliest token) or more",
         temperature,
         math.inf,
     )
     if top_p is not None:
-        top_p = _scalar(f"{name} needs as top_p a number from 0 to 1", top_p, 1.0)
+        top_p = _scalar(f"{name} needs a top_p from 0 to 1", top_p, 1.0)
 
     def token_of(row, key, unknown):
         """Returns the token drawn from a row of logits, [V], or -1."""

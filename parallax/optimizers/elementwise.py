@@ -11,7 +11,7 @@ A leaf is a parameter, numbered by its place in the tree. The owner of a result,
 the optimizer's state, is the number of its leaf, or None. A moment is a state array of the shape of
 its leaf's gradient. A share is a device's part of a gradient or a parameter. Of a `Value`, `leaves`
 are the numbers of the leaves that it is computed from, and `mixes` says why it is not element by
-element, or is "". Among the numbers, `WHOLE` is any array that is the same on all devices.
+element, or is "". The number `WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -36,7 +36,8 @@ MIXES = "this optimizer does not act element by element, so it would train somet
 
 
 class UnfitOptimizer(ValueError):
-    """An optimizer that cannot update shards, or not these leaves."""
+    """The error for an optimizer that cannot update shards, or whose state belongs to other leaves
+    than the gradients do."""
 
 
 def with_extra(
@@ -125,7 +126,7 @@ class _Leaf(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its path, for messages."""
+        """The path of the leaf, for messages."""
         return trees.dotted(self.path) or "the parameter"
 
     @property
@@ -200,7 +201,7 @@ class _Update:
             # If the update fails on the shard's own shapes too, that error is raised instead: it is
             # not about sizes.
             jax.eval_shape(self.update, *self.arguments)
-            self.refuse(f"on a whole leaf it is another program: {_first_line(error)}")
+            self.refuse(f"its program depends on the leaf's size: {_first_line(error)}")
         # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
         all_shards = all(leaf.is_shard for leaf in self.leaves)
@@ -310,13 +311,15 @@ class _Update:
         with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # If the specs leave open which dim is split, leaves of equal shapes may differ in it.
+        # If the specs leave open which dim of some leaf is split, no two leaves are surely alike:
+        # equal shapes may be split along different dims.
         is_open = any(leaf.is_open for leaf in self.leaves)
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
         """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
-        is split, else the first leaf that is split."""
+        is split, else the first leaf that is split. `fault` is the general fault; by default, that
+        the update mixes elements."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -372,8 +375,8 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the message for an optimizer that has state for other leaves than have a
-        gradient."""
+        """Returns the message for an optimizer whose state belongs to other leaves than the
+        gradients do."""
         with_gradient = {leaf.path for leaf in self.leaves}
         # The message names one of the leaves that have only one of the two.
         path = min(with_state ^ with_gradient, key=trees.dotted)

@@ -40,7 +40,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
             those that have a gradient.
-        at: the function that made it, for the message; "" if it does not need the parameters.
+        at: the function that made `update`, for the error without parameters; "" if `update` does
+            not need parameters.
     """
 
     def wrapped(gradients, state, params=None, **extra):
@@ -86,9 +87,10 @@ class Value(NamedTuple):
     """The sources of a value in an optimizer's program.
 
     Attributes:
-        leaves: the numbers of the leaves that it is computed from, `WHOLE` and `RIGHT` among them.
-            If empty, it is one number, or an array of equal ones, the same on all devices.
-        mixes: why it is not computed element by element; empty if it is.
+        leaves: the numbers of the leaves from which the value is computed, `WHOLE` and `RIGHT`
+            among them. If empty, the value is one number, or an array of equal numbers, and the
+            same on all devices.
+        mixes: why the value is not computed element by element; empty if it is.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -153,12 +155,14 @@ class _Elements(jaxprs.Following):
         operation, even if it has a program inside."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
+        # `RIGHT_IF_GIVEN` marks a result only if its operands do not mix, so it keeps `mixes`.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
-        # A value without sources (`not any(value)`) has equal numbers, which a reshape or a
-        # broadcast cannot change. In a leaf it may move elements, so it must keep the shape.
+        # A reshape or a broadcast (`LAID_OUT`). A value without sources (`not any(value)`) has
+        # equal elements, so it may be laid out in any way. Any other value must keep its elements
+        # in place.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
         # Any other operation is right only if all its operands are whole; then so is its result.

@@ -108,9 +108,10 @@ def by_matrix(
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
-            convolution, or of heads, might be taken for layers; the layers on a device do not
-            divide by the devices; a dim of layers but the last is split over `axis`; the optimizer
-            combines several leaves, as clipping by the global norm does; or as for `whole`.
+            convolution, or of heads, might be taken for layers; the number of layers on a device is
+            not a multiple of the number of their owners; a dim of layers but the last is split over
+            `axis`; the optimizer combines several leaves, as clipping by the global norm does; or
+            as for `whole`.
     """
 
     def leading(path, ndim):
@@ -196,11 +197,11 @@ class _Owners(NamedTuple):
     def way(self, path: Any, leaf: Array) -> _Way:
         """Returns the splits by which the leaf at `path` goes to its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
-        lead, done = self.leads(name, leaf.ndim), shards.names_of(splits)
+        lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
         # The layers are also divided over the axes that split no dim: otherwise all devices along
         # these axes would compute the same updates. Without layers (lead 0) this split is not used.
-        others = tuple(axis_name for axis_name in axes_of(self.axis) if axis_name not in done)
+        others = tuple(axis for axis in axes_of(self.axis) if axis not in axes_of_splits)
         inner_split = [Split(lead - 1, self.axis.over(others))] if others else []
         return _Way(name, lead, splits, inner_split)
 
@@ -341,8 +342,9 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
-    """Refuses layers on a device that do not divide by the number of their owners. `shape` is the
-    shape of a gradient or parameter, which has layers, on a device; it is a share along `splits`.
+    """Refuses a number of layers on a device that is not a multiple of the number of their owners.
+    `shape` is the shape on a device of a gradient or parameter that has layers; it is a share along
+    `splits`.
     """
     layers = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that
@@ -353,8 +355,8 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
     if shape[layers] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
-            f"{layers} of {shape}), which must divide by {owners}, the number of their owners. Use "
-            "optimizers.whole, or other axes."
+            f"{layers} of {shape}), which must be a multiple of {owners}, the number of their "
+            "owners. Use optimizers.whole, or other axes."
         )
 
 

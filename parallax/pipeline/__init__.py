@@ -1,10 +1,11 @@
-"""Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
+"""Pipeline parallelism: runs a schedule, which is a checked table of jobs, as one program without
+conditionals.
 
-Four files run a microbatch, from `value_and_grad` to the traced function of the user:
+A microbatch passes through four files, from `value_and_grad` to the user's traced functions:
 
     gradient -> lockstep | per_stage -> jobs -> traced
 
-`programs` traces the user's functions, once each, before the first tick. `buffers` stores arrays
+Before the first tick, `programs` traces each of the user's functions once. `buffers` stores arrays
 between ticks.
 """
 

@@ -85,8 +85,8 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
                 f"{name}, of shape {leaf.shape} on a stage, is the same along {axis.names!r}, so "
                 f"each of the {devices} stages would run all layers.",
                 f"Split its layers dim, as [{schedule.chunks}, L / {schedule.chunks}, ...] under "
-                f"P(None, {axis.names!r}); L must divide by {schedule.chunks * devices}, the "
-                "chunks of all stages.",
+                f"P(None, {axis.names!r}); L must be a multiple of {schedule.chunks * devices}, "
+                "the number of chunks of all stages.",
             )
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
@@ -128,9 +128,9 @@ def activation(x: PyTree) -> None:
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
             f"pipeline: embed returned {forms(x)}, and at least one array of floating-point "
-            "numbers must go through the stages: the others travel without a cotangent, so "
-            "nothing before them would be trained. Let embed return what it looks up, such as "
-            "embeddings; the batch itself reaches every stage, as `microbatch`."
+            "numbers must go through the stages: other arrays have no cotangent, so embed would "
+            "get no gradient. Let embed return the arrays that it looks up, such as embeddings; "
+            "the batch itself reaches every stage, as `microbatch`."
         )
 
 
@@ -184,8 +184,8 @@ def output(returned: Any) -> Output:
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """Returns `(loss, aux)` of the head's result, which is a pair or only the loss; then `aux` is
-    None."""
+    """Returns `(loss, aux)` of the head: its result if that is a pair, or `(loss, None)` if its
+    result is only the loss."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 

@@ -1,9 +1,10 @@
-"""Pipeline parallelism: a checked table of jobs, run without a conditional and in constant memory.
+"""The loss and the gradients of a pipeline: runs a schedule, which is a checked table of jobs, as
+one program without conditionals.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
 devices. A collective inside a conditional that differs between devices would hang, so the jobs run
 without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
-of slots is the most microbatches that the schedule holds at once, and does not grow with M.
+of slots is the most microbatches that the schedule holds at once; in 1F1B it does not grow with M.
 
 `jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them. An array
 varies along an axis if its type says that it may differ between the devices. `sequence_after(x, y)`
@@ -66,12 +67,12 @@ def value_and_grad(  # noqa: PLR0913
     all stages are all-reduced over the stages once, at the end.
 
     `params`, the first argument of all three functions, has all parameters. In `stage`,
-    `blocks(params)` is one chunk of layers, without the dim of chunks. A parameter has a gradient
-    wherever it is read.
+    `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
+    parameter, its gradient is the sum over all of them.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
     `ppermute` per array. `schedule.makespan` gives the time. A device has
-    `schedule.slot_count` slots for the arrays that `save` saves of one chunk.
+    `schedule.slot_count` slots; each holds the arrays that `save` saves of one chunk.
 
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Those of
@@ -85,7 +86,7 @@ def value_and_grad(  # noqa: PLR0913
             on all stages, in the ticks in which the last one has finished a microbatch. A loss that
             varies over `axis` counts on the last stage. A loss that is the same on all stages was
             computed by them together (begin with `from_last`).
-        schedule: the table; its stages are the size of `axis`.
+        schedule: the table; its number of stages is the size of `axis`.
         axis: the axis of the stages, or several as one; its algorithm reduces the gradients of the
             parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
@@ -106,11 +107,11 @@ def value_and_grad(  # noqa: PLR0913
             `((loss, aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has other stages than the axis; the batch does not divide by M, or
-            is empty; `params` has no `blocks`, and no `blocks` is given; an array of
-            `blocks(params)` is not split over `axis`, or has no first dim of v; `stage` returns
-            another tree than it takes; or a function reads a parameter that would have no gradient:
-            one by closure, or, outside the stage, one of the blocks.
+        ValueError: the schedule has another number of stages than the axis; the number of sequences
+            is not a multiple of M, or is 0; `params` has no `blocks`, and no `blocks` is given; an
+            array of `blocks(params)` is not split over `axis`, or has no first dim of v; `stage`
+            returns another tree than it takes; or a function reads a parameter that would have no
+            gradient: one by closure, or, outside the stage, one of the blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -161,7 +162,8 @@ def value(
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """Returns the last stage's `x` on all stages, for a head that the stages compute together.
 
-    This is one all-reduce. Its transpose passes each stage's cotangent on unchanged.
+    This is one all-reduce. Its transpose sends nothing: it is the cotangent on the last stage, and
+    0 on the others.
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.

@@ -1,4 +1,5 @@
-"""Detects a head that sums over the stages a value that early stages computed from their own `x`.
+"""Detects a head whose sum over the stages includes values that early stages computed from their
+own `x`.
 
 An *early* stage is any stage before the last. The head runs on every stage, but only the last stage
 has the model's output. A sum over stages is right if the terms of early stages are zero, by a
@@ -8,7 +9,8 @@ program, so its values are computed here for every stage.
 The *terms* of a value say whether it has an early stage's `x` (`early`), whether it depends on no
 argument (`is_number`), and whether it depends on the stage's index (`indexed`). `by_index` gives
 its value for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the
-terms of all operands, and `is_sent` says whether an equation communicates over the axis.
+terms of all operands, and `is_sent` says whether an equation communicates over the axis. `stages`
+are the indices of the early stages.
 """
 
 import functools

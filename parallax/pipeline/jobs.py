@@ -4,18 +4,18 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights.
 
 A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
-the carry with the arrays that it saved and the sums. `row.jobs[lane][stage]` is the number of a
-job, and `row.saved` and `row.deferred` give slots in the same way. The executors, `lockstep` and
-`per_stage`, decide when a job runs and send its result. A lane is one kind of job: "forward",
-"backward" or "weight". An idle stage computes too, and its results are masked by `task.valid`,
-which is `True` itself if only real jobs run.
+the new carry, with the arrays that the job saved and with its terms added to the sums.
+`row.jobs[lane][stage]` is the number of a job, and `row.saved` and `row.deferred` give slots in the
+same way. The executors, `lockstep` and `per_stage`, decide when a job runs and send its result. A
+lane is one kind of job: "forward", "backward" or "weight". An idle stage computes too, and its
+results are masked by `task.valid`, which is `True` itself if only real jobs run.
 
-From `Programs`, `Jobs` has the traced functions (`programs`, by name), the parameters (`params`),
-an activation as zeros (`x`), the number of this stage (`index`), the types of the arrays in slots
-(`saved` of F, `deferred` of I), zeros of the stage's own term of the loss and `aux` (`terms`), that
-term's cotangent (`seed`), and functions for the arguments of a job: `task`, `known` (the arrays to
-differentiate, and the rest), `rows` (of a microbatch) and `finished` (the head's). `ends` are the
-parameters that are not in the blocks.
+`Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
+parameters (`params`); an activation as zeros (`x`); the number of this stage (`index`); the types
+of the arrays in slots (`saved` of F, `deferred` of I); zeros of the stage's own term of the loss
+and `aux` (`terms`), and that term's cotangent (`seed`). These functions give the arguments of a
+job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a microbatch) and
+`finished` (the head's). `ends` are the parameters that are not in the blocks.
 """
 
 import copy
@@ -103,8 +103,8 @@ class Jobs(Programs):
         loss, of_head = self.programs["head"].out[0]
 
         def zeros(tree):
-            # The user's `scatter` may return shards of the gradients, so its results have the
-            # shapes of the sums.
+            # The user's `scatter` may return shards of the gradients, so the sums have the shapes
+            # of its results.
             return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
 
         sums = Sums(
@@ -224,7 +224,8 @@ class Jobs(Programs):
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """Returns the tree of the stage that is `distance` stages before this one in the ring; with
         a negative distance, the tree of a stage after this one."""
-        # No message at distance 0: the next place of the model may be on the same stage, as in a V.
+        # No message at distance 0: the next place of the model may be on the same stage, as in a
+        # placement that runs down the stages and back (a V).
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)

@@ -34,8 +34,8 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
-    """Returns the most even table of layers: if the layers do not divide by the places, the first
-    places have one more.
+    """Returns the most even table of layers: if the number of layers is not a multiple of the
+    number of places, the first places have one more.
 
     Raises:
         ValueError: there are fewer layers than places, so that a place would have no layer.
@@ -153,8 +153,8 @@ def checked(table: Layers) -> Layers:
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
-            "A table of layers is whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; got "
-            f"{table.dtype} of shape {table.shape}."
+            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
+            f"got {table.dtype} of shape {table.shape}."
         )
     if table.size and table.min() < 1:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
@@ -179,7 +179,8 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
     are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
 
     Raises:
-        ValueError: the blocks have another number of chunks, or L does not divide by the places.
+        ValueError: the blocks have another number of chunks, or L is not a multiple of the number
+            of places.
     """
     return _reordered(blocks, placement, np.ravel(placement))
 

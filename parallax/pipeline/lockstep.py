@@ -7,9 +7,10 @@ ring of `ppermute` inside a stage is allowed: all devices run it.
 A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
 period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
 
-`jobs.send.part` makes a message of an array, and `jobs.send.whole` the array again;
-`jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived` has the
-messages of this stage, `row` the jobs and slots of a tick, and a table, or `ticks`, all rows.
+`jobs.send.part` turns an array into a message, and `jobs.send.whole` turns the message into the
+array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived`
+has the messages of this stage. A `row` has the jobs and slots of one tick; `table` and `ticks` have
+the rows of many.
 `jobs.moving` are the floating-point leaves of an activation, which have a cotangent.
 `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
@@ -120,8 +121,9 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # After the stretches are known: a tick without a microbatch (-1) for the embedding or the head
-    # may still run them, on microbatch 0, and the result is masked.
+    # Every tick with F runs the embedding, and every tick with B its backward pass. In a tick
+    # without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
+    # `stretches` reads the -1, so it is called first.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }

@@ -7,10 +7,11 @@ head after them. Messages are exchanged in every tick, and wait in slots until t
 them.
 
 A part is a step of a tick: embed, the job (F forward, I input's cotangent, or W weights'
-gradients), exchange, head, embed_backward. `jobs.send.part` makes a message of an array, and
-`jobs.send.whole` the array again; `jobs.moved(x, distance=d)` sends `x` to the stage d after this
-one. `carry.arrived` has the messages of this stage, `row` the jobs and slots of a tick, and `table`
-all rows. `jobs.moving` are the floating-point leaves of `jobs.x`, an activation of zeros.
+gradients), exchange, head, embed_backward. `jobs.send.part` turns an array into a message, and
+`jobs.send.whole` turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to
+the stage d after this one. `carry.arrived` has the messages of this stage. A `row` has the jobs and
+slots of one tick, and `table` has all rows. `jobs.moving` are the floating-point leaves of
+`jobs.x`, an activation of zeros.
 """
 
 import functools
@@ -228,12 +229,11 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
             f"{axes} ({line})"
         )
         cure = "use a schedule that runs in lockstep, such as schedule.one_f_one_b_lockstep"
-        # A device that runs another job never reaches this collective, and the others would wait
-        # for it forever.
+        # The stages of this job would wait forever for those that run another job.
         if crosses:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, with stages that run something else. Move "
-                f"this collective into embed or head, or {cure}."
+                f"pipeline: in this schedule {runs}. Stages that run another job would never join "
+                f"it. Move this collective into embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(

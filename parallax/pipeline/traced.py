@@ -2,7 +2,8 @@
 that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
-A parameter that they read by closure would have no gradient, so it is refused here, by name.
+A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
+that names the parameter.
 `operands(x)` are the values from which JAX computed a traced value `x`, as far as JAX remembers
 them. A value varies along a mesh axis if its type says that it may differ there. From `Following`:
 `run` follows facts through a program, and `met` joins the facts of all operands.
@@ -25,8 +26,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Misused(ValueError):
-    """The error for blocks or functions with which a pipeline would train something else than the
-    model. The message names the leaf and the cure.
+    """The error for blocks or functions with which a pipeline would not train the model that the
+    user wrote. The message names the leaf and the cure.
 
     Attributes:
         kind: a name for the mistake, as `lint.program` gives it.
@@ -189,8 +190,8 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows the values that depend on a late argument; `are_early` says whether any collective
-    depends on none."""
+    """Follows the values that depend on a late argument. `are_early` says whether there is a
+    collective that depends on no late argument."""
 
     unknown = False
     are_early = False

@@ -48,8 +48,8 @@ class Config:
     """The sizes of a Llama.
 
     The embedding and the head have `rows` rows: the vocabulary rounded up to a multiple of
-    `vocabulary_multiple`, so that it divides over devices. The rows after the vocabulary have
-    probability 0, and get no gradient.
+    `vocabulary_multiple`, so that the devices can have equal numbers of rows. The rows after the
+    vocabulary have probability 0, and get no gradient.
 
     Args:
         layers: L, the number of blocks.
@@ -61,8 +61,8 @@ class Config:
         context: the largest number of tokens in a window.
         vocabulary: the number of tokens in the vocabulary.
         vocabulary_multiple: a divisor of the number of rows of the embedding and the head.
-        head_width: K, the width of a head. 0 means D / H, and the field then has this value, also
-            for `dataclasses.replace`.
+        head_width: K, the width of a head. 0 means D / H; the field then stores that number, which
+            `dataclasses.replace` keeps.
         theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta
             positions.
         scaling: how rotary positions are stretched to longer contexts; None: not at all.
@@ -72,14 +72,15 @@ class Config:
         head_norms: whether each head of queries and keys is normalised, as in Qwen 3.
         experts: E, the number of experts of F hidden units that each layer has in place of the
             feed-forward, as in Mixtral; 0: the layers have a feed-forward.
-        chosen: k, the number of experts that a token goes to. The router's weights of these experts
-            are divided by their sum.
-        shared: the hidden units of one more expert, which all tokens go to; 0: there is none.
+        chosen: k, the number of experts to which a token goes. The router's weights of these
+            experts are divided by their sum.
+        shared: the number of hidden units of one more expert, to which all tokens go; 0: there is
+            no such expert.
         balance: the weight of the auxiliary loss that evens out the router's load,
             `experts.Statistics.balance`.
         z: the weight of the auxiliary loss that keeps the router's logits small,
             `experts.Statistics.z`.
-        origin: the further fields and files of a model that was loaded, for `save`.
+        origin: of a loaded model, the other fields and files of its folder, which `save` writes.
 
     Raises:
         ValueError: a size is not a whole number from 1 to 2^31 - 1; `groups` does not divide
@@ -122,7 +123,8 @@ class Config:
         check.whole("head_width")
         if self.head_width % 2:
             raise ValueError(
-                f"llama.Config needs an even head_width, whose halves turn; got {self.head_width}."
+                "llama.Config needs an even head_width, since rotary positions turn its two "
+                f"halves; got {self.head_width}."
             )
         check.real("epsilon", "balance", "z", bound=checked_numbers.NOT_NEGATIVE)
         check.real("theta", bound=checked_numbers.POSITIVE)
@@ -131,13 +133,13 @@ class Config:
         for field in ("shared", "balance", "z"):
             if getattr(self, field) and not self.experts:
                 raise ValueError(
-                    f"llama.Config: {field}={getattr(self, field)} belongs to a layer with "
-                    f"experts, and experts=0. Use experts=8, or {field}=0."
+                    f"llama.Config: {field}={getattr(self, field)} needs layers with experts; got "
+                    f"experts=0. Use experts=8, for example, or {field}=0."
                 )
         if self.experts and self.chosen > self.experts:
             raise ValueError(
-                f"llama.Config: a token goes to chosen={self.chosen} experts, and there are "
-                f"experts={self.experts}. Use chosen={self.experts}."
+                "llama.Config needs chosen, the experts of a token, to be at most "
+                f"experts={self.experts}; got chosen={self.chosen}. Use chosen={self.experts}."
             )
 
     @property
@@ -151,7 +153,8 @@ class Config:
         sizes = {
             "layers": self.layers,
             "heads": self.heads,
-            # The tensor axis splits both; gcd(n, 0) is n, for a model without a shared expert.
+            # The tensor axis splits the hidden units, also those of a shared expert. Without one,
+            # `shared` is 0, and gcd(n, 0) is n.
             "hidden": math.gcd(self.hidden, self.shared),
         }
         if self.experts:
@@ -165,8 +168,8 @@ class Config:
         qkv_heads = self.heads + 2 * self.groups  # heads of queries, keys and values
         attention = D * K * (qkv_heads + self.heads)  # and `out`, [H, K, D]
         attention += self.bias * qkv_heads * K + self.head_norms * 2 * K
-        feed_forward = 3 * D * self.hidden
-        if self.experts:
+        feed_forward = 3 * D * self.hidden  # the SwiGLU's three matrices
+        if self.experts:  # the router, and such matrices for each expert
             feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
         of_layers = self.layers * (attention + feed_forward + 2 * D)  # 2 D: the two norms
         # The embedding, and the head if it is not tied; the layers; the last norm.

@@ -40,7 +40,8 @@ def load(
         ImportError: for the reasons of `gpt2.load`.
         ValueError: for the reasons of `gpt2.load`, or the model is of another kind.
     """
-    Config(vocabulary_multiple=vocabulary_multiple)  # a wrong argument: its error names no file
+    # A wrong argument raises here, where the error does not blame the file.
+    Config(vocabulary_multiple=vocabulary_multiple)
     folder, file = locate(path, "llama.load")
     kind = read_json(folder / CONFIG).get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FORMATS:
@@ -48,8 +49,9 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # No field of the file states biases and norms of heads: they follow from the kind. `MAKES` has
-    # the kind that each of these fields of `Config` makes; a file does state its experts.
+    # `config.json` has no fields for biases and norms of heads: the kind of the model implies them.
+    # `MAKES` maps such a field of `Config` to the kind that has it. It also maps `experts`, but the
+    # file itself has the number of experts.
     options: dict[str, Any] = {
         field: True for field, name in MAKES.items() if name == kind and field != "experts"
     }
@@ -76,8 +78,9 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     # `files.save` refuses an object that is no Llama.
     if isinstance(config, Config) and (len(kinds) > 1 or config.shared):
         raise ValueError(
-            "llama.save: no model of transformers that is written here has two of biases of "
-            "queries, keys and values (Qwen 2), norms of heads (Qwen 3) and experts (Mixtral), or "
-            "a shared expert. Train with one of the first three."
+            "llama.save needs at most one of bias (Qwen 2), head_norms (Qwen 3) and experts "
+            "(Mixtral), and shared=0: no kind of transformers model that it writes has more; got "
+            f"bias={config.bias}, head_norms={config.head_norms}, experts={config.experts}, "
+            f"shared={config.shared}. Train a model that fits."
         )
     return files.save(FORMATS[kinds[0] if kinds else "llama"], model, path)
