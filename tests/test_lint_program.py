@@ -212,6 +212,16 @@ def gathered_each_trip(x, w):
     return lax.scan(times, x, None, length=3)[0]
 
 
+def gathered_each_trip_after_a_while(x, w):
+    """What a loop before changed, the trips of this one do not."""
+    x = lax.while_loop(lambda x: jnp.sum(x) > 1e9, lambda x: x / 2, x)
+
+    def times(y, _):
+        return y @ ring.all_gather(x, "x", tiled=True)[:6], None  # wrong
+
+    return lax.scan(times, x, None, length=3)[0]
+
+
 def gathered_before(x, w):
     whole = ring.all_gather(x, "x", tiled=True)[:6]
     return lax.scan(lambda y, _: (y @ whole, None), x, None, length=3)[0]
@@ -316,6 +326,13 @@ PAIRS = [
     Pair(
         SAME,
         gathered_each_trip,
+        gathered_before,
+        ("this gather over 'x' takes float32[2,6], 48 bytes", "3 times"),
+        P("x"),
+    ),
+    Pair(
+        SAME,
+        gathered_each_trip_after_a_while,
         gathered_before,
         ("this gather over 'x' takes float32[2,6], 48 bytes", "3 times"),
         P("x"),

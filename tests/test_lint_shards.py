@@ -447,6 +447,11 @@ def towards_the_mean_of_places(x):
     return x - 0.1 * lax.pmean(jnp.tanh(x), ("data", "tensor"))
 
 
+def towards_the_mean_of_turned_places(x):
+    """A transpose moves numbers, and makes none."""
+    return x - 0.1 * lax.pmean(jnp.tanh(x.T).T, ("data", "tensor"))
+
+
 def rounded_with_its_own_scale(x):
     """What a quantiser leaves over."""
     scale = jnp.max(jnp.abs(x)) / 127
@@ -489,6 +494,7 @@ SILENT = {
     sum_of_products: ROW,
     waits_for_its_norm: ROW,
     towards_the_mean_of_places: ROW,
+    towards_the_mean_of_turned_places: ROW,
     normalised_rows: ROW,
     a_residual_stream: ROW,
     models_of_their_own: shape(8, 6),

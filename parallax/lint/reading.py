@@ -417,10 +417,10 @@ def _after_loop(
         value._replace(
             # If the predicate differs, some devices run more trips than others.
             differs=value.differs | predicate.differs,
-            # The `trip` in `returned` is often this loop itself, which says nothing outside. So
-            # that no collective is accused wrongly, the result counts as changed by each trip of
-            # the innermost loop around, and as changed like the predicate.
-            trip=max(depth, predicate.trip),
+            # The `trip` in `returned` and in the predicate is often this loop itself, which says
+            # nothing outside. So that no collective is accused wrongly, the result counts as
+            # changed by each trip of the innermost loop around.
+            trip=depth,
             constant=value.constant and predicate.constant,
             parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside
         )

@@ -140,12 +140,12 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
     """Returns whether a product, a reduction or a loop made some elements of a value, as in a
-    gradient. Any operation counts but elementwise ones, reshapes, broadcasts, collectives and
-    `iota`.
+    gradient. Any operation counts but elementwise ones, reshapes, broadcasts, transposes,
+    collectives and `iota`.
     """
     nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
     return any(
-        node and node.name not in ELEMENTWISE | LAID_OUT | {"iota"} and not node.sent
+        node and node.name not in ELEMENTWISE | LAID_OUT | {"transpose", "iota"} and not node.sent
         for node in nodes
     )
 
