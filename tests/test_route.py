@@ -413,6 +413,17 @@ def test_files_hold_tables(of, tmp_path):
             assert from_csv(tmp_path / "table.csv") == table
 
 
+def test_a_round_that_is_no_round_of_the_table_is_refused(tmp_path):
+    """-1 is not the last one."""
+    path = tmp_path / "table.csv"
+    to_csv(made(ring, 3)[0], path)
+    text = path.read_text()
+    assert "\n1," in text
+    path.write_text(text.replace("\n1,", "\n-1,"))
+    with pytest.raises(ValueError, match=r"^from_csv: .*table\.csv is no table\."):
+        from_csv(path)
+
+
 def test_files_that_are_no_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("round,step,offset\n0,1,1\n")

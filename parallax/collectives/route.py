@@ -297,12 +297,13 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
     try:
         # The first line has "box", the shape and the number of rounds; the second has the titles.
         (_, shape, count), _, *blocks = lines
-        rounds: list[dict[Point, list[Point]]] = [{} for _ in range(int(count))]
+        # A dict by the number of the round: a list would take round -1 for its last.
+        rounds: dict[int, dict[Point, list[Point]]] = {r: {} for r in range(int(count))}
         for r, step, offset in blocks:
             rounds[int(r)].setdefault(point(step), []).append(point(offset))
-    except (ValueError, IndexError) as error:
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"from_csv: {path} is no table. It needs the lines 'box,SHAPE,ROUNDS' and "
             "'round,step,offset', then one line for each block."
         ) from error
-    return Route(point(shape), rounds)
+    return Route(point(shape), [*rounds.values()])
