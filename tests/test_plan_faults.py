@@ -64,7 +64,7 @@ def test_refusals_and_a_device_that_never_fails():
     assert faults.plan(faults.mean_time(0.0, 8), save=1.0, restart=1.0).lost == 0
     with pytest.raises(ValueError, match="0 or more failures"):
         faults.mean_time(-1.0, 8)
-    with pytest.raises(ValueError, match="seconds above 0"):
+    with pytest.raises(ValueError, match="above 0 seconds"):
         faults.plan(1.0, save=0.0, restart=1.0)
 
 

@@ -78,7 +78,8 @@ class Compute:
             context axis splits, such as `context.ulysses`; None: the family's.
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
-            leaves out the first target of each further document. None: a window is one document.
+            leaves out each target that is the first token of a document. None: a window is one
+            document.
         expert_dispatch: the function that sends tokens to experts on other devices, such as
             `experts.exchanged(1.25)`; None: `experts.gathered`.
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the one that
@@ -449,8 +450,8 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
 
 
 def loops_of(layout: Layout) -> int:
-    """Returns the number of leading dims of the blocks' arrays that loops run over: 1, the layers,
-    or 2, the chunks of a pipeline and the layers of a chunk.
+    """Returns the number of leading dims of the blocks' arrays over which loops run: 1 (layers), or
+    2 in a pipeline (chunks, and the layers of a chunk).
     """
     return 2 if layout.pipelined else 1
 

@@ -47,7 +47,7 @@ class Cache(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Two functions of a model that keep its keys and values.
+    """Two functions that compute the logits of a model and keep its keys and values.
 
     Both return the logits after the last token.
 

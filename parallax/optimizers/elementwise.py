@@ -1,5 +1,5 @@
-"""Whether an optimizer acts element by element, so that its update of a shard is the shard of its
-update.
+"""Checks that an optimizer acts element by element, so that its update of a shard of a leaf is the
+shard of its update of the leaf.
 
 `checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
 have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update

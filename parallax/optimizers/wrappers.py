@@ -2,7 +2,7 @@
 
 An update of a shard is the shard of the update only if the optimizer acts element by element, and
 `step.make` refuses others (`parallax.optimizers.elementwise`). Two wrappers bring each leaf to its
-*owners*, the devices that update it, and return each device its own *share* of the update:
+*owners*, the devices that update it, and return to each device its own *share* of the update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
@@ -153,7 +153,7 @@ class _Way(NamedTuple):
         splits: the dims that `axis` splits, each with its axes.
         inner: one split, of dim lead - 1 over the names in `axis` that split no dim of the leaf;
             empty if there are no such names. The layers are divided among the owners over the axes
-            of `splits`, and then over these.
+            of `splits`, and then over the axes of `inner`.
     """
 
     name: str

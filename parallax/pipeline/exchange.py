@@ -22,8 +22,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         part: `tree -> parts`: the arrays that this device sends.
-        whole: `(parts, like) -> tree`: the tree that was sent, from the received parts. `like` is a
-            tree of its shapes and types, which say along which axes an array varies.
+        whole: `(parts, like) -> tree`: the tree that was sent, from the received parts. `like` has
+            the shapes and types of that tree; the types say along which axes an array varies.
     """
 
     part: Callable[[PyTree], PyTree]

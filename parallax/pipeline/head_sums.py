@@ -33,7 +33,7 @@ class Terms(NamedTuple):
     """The dependence of a value on a stage.
 
     Attributes:
-        early: whether a stage before the last one has its own `x` in the value.
+        early: whether the value depends on the `x` of an early stage.
         is_number: whether it depends on no argument.
         indexed: whether it depends on the stage's index.
         by_index: for a number, the function from a stage's index to its value; None if unknown.
@@ -45,7 +45,7 @@ class Terms(NamedTuple):
     by_index: Callable[[int], Any] | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the dependence of a value that is computed from two; its number is unknown."""
+        """Returns the terms of a value that is computed from both; its `by_index` is unknown."""
         early, is_number, indexed, _ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 

@@ -107,7 +107,8 @@ def run_layers(
     table: Layers,
 ) -> Tree:
     """Returns `x` after the layers of the place `position`. Each layer is one call
-    `layer(weights, x, number)`, with the layer's number in the model, which returns the next `x`.
+    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's place among all
+    L layers.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
     run one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P

@@ -1,10 +1,10 @@
 """The executor in which each stage runs its own job in a tick, or none: one loop over the ticks,
 without a conditional.
 
-A job is a loop of one iteration, or of none. All devices run the embedding and the head together,
-since these may communicate over the stages. In a tick the embedding runs before the jobs, and the
-head after them. Messages are exchanged in every tick, and wait in slots until the jobs that need
-them.
+A job is a loop of one iteration, or of none on a stage without this job in the tick. All devices
+run the embedding and the head together, since these may communicate over the stages. In a tick the
+embedding runs before the jobs, and the head after them. Messages are exchanged in every tick, and
+wait in slots until the jobs that need them.
 
 A part is a step of a tick: embed, the job (F forward, I input's cotangent, or W weights'
 gradients), exchange, head, embed_backward. `jobs.send.part` turns an array into a message, and

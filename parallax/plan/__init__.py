@@ -1,6 +1,7 @@
 """Predicts the memory, traffic and time of a step before it is compiled, and finds the best layout.
 
-A name is imported only when it is used, so that importing `parallax.hardware` imports no model.
+A name is imported only when it is used: an import of one file of this package then imports no
+model.
 """
 
 from importlib import import_module

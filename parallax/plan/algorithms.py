@@ -37,8 +37,8 @@ class Chosen(NamedTuple):
 
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
-    """Returns the fastest algorithm for the collectives of `jax.lax` along each axis, if they run
-    one after another. An axis without such collectives is left out, and so are collectives over
+    """Returns, for each axis, the fastest algorithm for its collectives of `jax.lax`, which run one
+    after another. An axis without such collectives is left out, and so are collectives over
     several axes at once, which `messages` prices by a formula."""
     found = []
     for axis in layout.axes:
@@ -67,13 +67,15 @@ def messages(
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms
     }
     simulated = set(found)
-    links_per_hop = hardware.hops(layout.axes)  # by axis, since a hop may cross several links
+    # By axis: on a torus, neighbours along an axis may be several links apart.
+    links_per_hop = hardware.hops(layout.axes)
     for term in terms:
         # A collective of one device sends nothing.
         if term.n > 1 and not (term.axes in simulated and term.collective in LAX):
             # Over several axes, the axis whose neighbours are furthest apart decides.
             links = max(links_per_hop[name] for name in term.axes)
-            # A fast link, if the range of device numbers in a group fits into a fast domain.
+            # `span` is the range of device numbers in a group. The link is a fast one if this range
+            # fits into a fast domain, such as one machine.
             hop = hardware.link(span(layout.axes, term.axes), links)
             taken = term.times * cost.seconds(term.cost, hop)
             found[term.axes] = found.get(term.axes, 0.0) + taken

@@ -58,7 +58,7 @@ class Memory(NamedTuple):
     """Bytes on a device.
 
     Attributes:
-        parameters: bytes of the model; of its shares if the replicas split it.
+        parameters: bytes of the weights; with ZeRO-3 only of the device's shares of them.
         optimizer: bytes of the optimizer's state.
         inputs: bytes of token windows, the step's number and the loss scale.
         temporaries: bytes of all other arrays at the fullest moment, from the trace.
@@ -111,8 +111,8 @@ class Work(NamedTuple):
     Attributes:
         model: operations of the whole step, as papers count them. A token needs 6 for each
             parameter in a product, and 12 L D T for attention.
-        device: operations of one device, with those that run again, and those of idle stages on
-            garbage.
+        device: operations of one device. Operations that run again, and those that an idle stage
+            runs on garbage, count too.
     """
 
     model: Number
@@ -127,7 +127,8 @@ class Seconds(NamedTuple):
         passes: of passes over memory, between matmuls.
         messages: of messages between devices.
         update: of the optimizer's passes over parameters, gradients and its state.
-        fresh: of the system, which hands out the temporaries' memory anew in each step on a CPU.
+        fresh: of the operating system, which on CPUs hands out the temporaries' memory anew in each
+            step.
     """
 
     products: float
@@ -144,7 +145,7 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout's needs on each device, and its time. `str` of it is a table.
+    """A layout's needs on each device, and its time. `str(plan)` is a table.
 
     Attributes:
         config: the model's sizes.
@@ -179,7 +180,7 @@ class Plan:
     @functools.cached_property
     def memory(self) -> Memory:
         """Bytes on a device. The first use traces the step, which takes some seconds."""
-        # the function of this module
+        # Calls the function `memory` of this module, not this property.
         return memory(
             self.config,
             self.layout,
@@ -345,9 +346,10 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     layout.check(sizes)
     if not counts(layout):
         raise ValueError(
-            f"plan: {layout} computes or gathers again in the ticks of the input's gradient. Its "
-            "schedule needs these ticks to be short, and plan does not count the arrays that then "
-            "wait for the weights' gradients. Use remat=none without ZeRO-3, or another schedule."
+            f"plan: {layout} computes or gathers arrays again in the ticks of the input's "
+            "gradient. Its schedule needs these ticks to be short, and plan does not count the "
+            "arrays that then wait for the weights' gradients. Use remat=none without ZeRO-3, or "
+            "another schedule."
         )
 
 
@@ -419,9 +421,9 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     """Returns the floating-point operations of the calls in `size` on one device."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
-    # The share of (query, key) pairs that is computed. Zigzag leaves out chunks of keys that come
-    # after the query's chunk: it computes 2n + 1 of a device's 4n pairs of chunks. One device
-    # computes all pairs.
+    # The share of (query, key) pairs that is computed. In zigzag order a device has 2 of the 2n
+    # chunks, so 4n pairs of a chunk of queries and one of keys. It computes 2n + 1 of them: not
+    # those whose keys come after the queries. One device computes all pairs.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
     # A layer's forward pass: 2 operations for each token and weight, and attention's two products
@@ -467,12 +469,13 @@ def _passes(
     everything_kept = dataclasses.replace(layout, remat="none")
     kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
     again = recomputed(layout)
-    # A backward call also runs a share of the forward pass again (`again.passes`).
+    # A layer's pass goes `PASSES` times over the bytes that the layer keeps. A backward call also
+    # runs a share of the forward pass again (`again.passes`).
     passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
-    # Each is written once and read once.
+    # Each array in a slot is written once and read once.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
@@ -506,7 +509,9 @@ def _unsplit(plan: Plan) -> list[str]:
     share = whole / sum(leaf.elements for leaf in of_device)
     if n == 1 or share < 0.01:
         return []
-    return [f"ZeRO leaves {share:.0%} of the parameters whole: none of their dims divides by {n}"]
+    return [
+        f"ZeRO leaves {share:.0%} of the parameters whole: none of their dims is a multiple of {n}"
+    ]
 
 
 def _of_memory(memory: Memory) -> list[str]:

@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
     @property
     def off(self) -> Number:
         """The relative difference, above 0 if too much was predicted. It is 0 if both numbers are
-        0, and 1 if only the program's number is 0."""
+        0. If only the program's number is 0, it is 1, or -1 for a prediction below 0."""
         return (
             self.predicted / self.program - 1
             if self.program

@@ -17,15 +17,15 @@ class Backend(NamedTuple):
     """The habits of one backend's memory assignment.
 
     Attributes:
-        stacks: copies of each stacked result that a backward loop fills: the result begins as
-            zeros, which stay in memory beside the copy that is filled.
-        arguments: whether a donated argument is copied before it is overwritten, if the result that
-            overwrites another argument reads it too. The new weights, for example, read the
-            moments.
-        slices: copies of a layer's slice of the stacked arrays, for each layer in a loop's body
-            after the first (with ZeRO-3 a body has two layers). One slice has all layers of the
-            body, and XLA cannot read a part of it in place.
-        near: bytes of an innermost loop's body that are in the chip's own memory instead of the
+        stacks: the number of copies of each stacked result of a backward loop. The result begins as
+            zeros, which stay in memory beside the copy that the loop fills.
+        arguments: whether a donated argument is copied before a result overwrites it, if another
+            result that overwrites an argument is computed from it. The new weights, for example,
+            are computed from the moments, which the new moments overwrite.
+        slices: the number of copies of a layer's part of each stacked array, for each layer in a
+            loop's body after the first (with ZeRO-3 a body has two layers). XLA slices the layers
+            of a body together, and copies each layer's part.
+        near: bytes of an innermost loop's body that the chip's own memory holds instead of the
             device's.
         early: whether a loop's stacked results have memory already while the loops before it run.
     """
@@ -62,8 +62,8 @@ def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[B
 
 
 def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns a copy of each donated argument that one result overwrites and that another such
-    result reads.
+    """Returns a copy of each donated argument that one result overwrites, if another result that
+    overwrites an argument is computed from it.
 
     Args:
         pairs: each donated argument that a result overwrites, and the buffers from which this

@@ -1,8 +1,9 @@
 """Finds the equations of a traced program that its results need. A compiler removes the others.
 
-`used` or `results` say which results of an equation or a jaxpr are needed, and `operands` which of
-its operands these need. An *atom* is a variable or a literal. `jaxprs.called` gives the only jaxpr
-inside an equation that has the equation's operands and results, such as that of a `jit`.
+`used` says for each result of an equation whether it is needed, and `results` for each result of a
+jaxpr. `operands` says which operands these results need. An *atom* is a variable or a literal.
+`jaxprs.called` gives the only jaxpr inside an equation that has the equation's operands and
+results, such as that of a `jit`.
 """
 
 from collections.abc import Sequence
@@ -47,14 +48,14 @@ class Needed:
         found: list[tuple[bool, ...] | None] = []
         for eqn in reversed(jaxpr.eqns):
             used = tuple(var in live for var in eqn.outvars)
-            counts = any(used) or jaxprs.has_effects(eqn)
-            found.append(used if counts else None)
-            if counts:
+            is_needed = any(used) or jaxprs.has_effects(eqn)
+            found.append(used if is_needed else None)
+            if is_needed:
                 operands = self.operands(eqn, used)
                 live |= {
                     atom
-                    for atom, is_needed in zip(eqn.invars, operands, strict=True)
-                    if is_needed and not jaxprs.is_literal(atom)
+                    for atom, is_read in zip(eqn.invars, operands, strict=True)
+                    if is_read and not jaxprs.is_literal(atom)
                 }
         return [var in live for var in jaxpr.invars], found[::-1]  # in the order of the equations
 

@@ -19,7 +19,7 @@ class Layer(NamedTuple):
         queries: H K.
         keys: G K.
         hidden: F.
-        inputs: matrices of the feed-forward that read its input: two if it is gated, else one.
+        inputs: the number of matrices that read the feed-forward's input: 2 if gated, else 1.
     """
 
     width: int
@@ -40,8 +40,8 @@ class Layer(NamedTuple):
 
     @property
     def column_parallel(self) -> int:
-        """The numbers per token in the results of the column-parallel matmuls: queries, keys,
-        values and the feed-forward's inputs."""
+        """The number of elements per token in the results of the column-parallel matmuls: queries,
+        keys, values and the feed-forward's inputs."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
@@ -53,7 +53,7 @@ def known(config: Any) -> None:
     kind = type(config)
     has_experts = " with experts" if isinstance(config, llama.Config) else ""
     raise ValueError(
-        "plan counts a gpt2.Config, or a llama.Config without experts; got a "
+        "plan has formulas only for a gpt2.Config, or a llama.Config without experts; got a "
         f"{kind.__qualname__} of {kind.__module__}{has_experts}. Use plan.traced(family, config, "
         "layout, hardware, batch=...) for another decoder, and plan.trace for any step."
     )

@@ -30,8 +30,8 @@ class Faults(NamedTuple):
         between: mean seconds between failures of any device.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: seconds of work between two saves, for the least loss of time.
-        young: the same by Young's formula, sqrt(2 save between).
+        interval: the seconds of work between two saves that lose the least time.
+        young: this interval by Young's formula, sqrt(2 save between).
         saves: the share of the run's time that saves take.
         restarts: the share that restarts take.
         repeated: the share that repeated steps take.
@@ -63,7 +63,7 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
-            "plan.faults needs a rate of 0 or more failures in a device's year, and 1 device or "
+            "plan.faults needs a rate of 0 or more failures per device and year, and 1 device or "
             f"more; got {failures_per_device_year} and {devices}."
         )
     return YEAR / (failures_per_device_year * devices) if failures_per_device_year else math.inf
@@ -83,8 +83,8 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
-            "plan.faults needs seconds above 0 between failures and for a save, and 0 or more for "
-            f"a restart; got between={between}, save={save}, restart={restart}."
+            "plan.faults needs between and save above 0 seconds, and restart of 0 or more; "
+            f"got between={between}, save={save}, restart={restart}."
         )
     if max(save, restart) > MOST * between:
         raise ValueError(
@@ -95,9 +95,9 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     if math.isinf(between):
         return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
     interval = daly(between, save)
-    # Seconds per second of useful work, so 1 / taken is the useful share of the time.
-    taken = wall(between, interval, save=save, restart=restart)
-    saves = save / interval / taken
+    # The useful share of the time is then 1 / seconds_per_work.
+    seconds_per_work = wall(between, interval, save=save, restart=restart)
+    saves = save / interval / seconds_per_work
     # With restarts the run takes e^(R/M) times as long, as a restart may fail too. So their share
     # of the time is 1 - e^(-R/M).
     restarts = -math.expm1(-restart / between)
@@ -109,7 +109,7 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
         young(between, save),
         saves,
         restarts,
-        1 - 1 / taken - saves - restarts,  # all other lost time repeats steps
+        1 - 1 / seconds_per_work - saves - restarts,  # all other lost time repeats steps
     )
 
 

@@ -12,7 +12,7 @@ from parallax.plan.primitives import nbytes
 
 
 class Message(NamedTuple):
-    """A collective of a program, as a key of a `Counter`.
+    """A kind of collective call in a program: the key of a `Counter` of calls.
 
     Attributes:
         kind: its name in compiled programs, such as "all-reduce".
@@ -45,10 +45,11 @@ class Value:
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
-        # The buffers that it reads element by element, so that it may be written over one of them.
+        # The buffers that the value reads element by element; it may be written over one of them.
         self.near: frozenset[Buffer] = frozenset([buffer] if buffer else ())
         self.source: Value | None = None  # the value that it is a reshape or a copy of
-        # If the value is a platform's index, the branch that the platform of this trace takes.
+        # If the value is the result of JAX's `platform_index`, by which a `cond` chooses code for a
+        # platform: the branch that the platform of this trace takes.
         self.branch: int | None = None
 
     @property

@@ -60,7 +60,7 @@ def terms(
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
     """Returns a line with the bytes that a device sends between islands, per round and per step,
-    exact and as int8; a round comes once in `every` steps."""
+    for exact changes and for int8; a round comes once in `every` steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

@@ -3,14 +3,14 @@ messages, and the operations that `liveness` lays out in memory.
 
 A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
 `reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
-message or a loop needs it as an array. An expensive value with several readers is held at once. Its
-`root` is the value with the same numbers before reshapes. `near` are the buffers that it reads
-element by element, so that it may be written over one of them.
+message or a loop needs it as an array. An expensive value with several readers is held at once. The
+`root` of a value is the value with the same numbers before reshapes. `near` are the buffers that
+the value reads element by element, so that it may be written over one of them.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
 equations take the operands, whether each result is needed (`used`), and how many operations read it
-(`readers`). `self.times` is the product of the trips of the loops around. `self.at` is a call in
-the caller's code, whose line the equations inside a function of JAX get; else None. `self.needed`
+(`readers`). `self.times` is the product of the trips of the loops around. `self.at` is None, or,
+inside a function of JAX, the caller's equation, whose line the inner equations get. `self.needed`
 tells which operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are
 the copies that a compiler makes. `linear_p` is the primitive of this library's collectives.
 """
@@ -69,7 +69,8 @@ class Reading:
 
     def hold(self, value: Value) -> Buffer | None:
         """Gives the root of a value a buffer, if it has none, and returns the buffer. Returns None
-        for a value of at most 64 bytes that is made only of literals, since it needs no memory."""
+        for a value of at most 64 bytes that is made only of literals: a compiler makes it a
+        constant."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -190,7 +191,7 @@ class Reading:
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
         """Returns the results of an equation. If the frame has computed an equal equation of the
-        same operands before, it returns the results of that one, since XLA computes them only once.
+        same operands before, these are its results: XLA computes equal equations only once.
 
         Three kinds are always computed anew: equations with an inner program or an effect,
         barriers, and collectives of this library.
@@ -502,7 +503,7 @@ class Reading:
         constants, starts, sliced = parts
         # Whether each operand of the body is needed: constants first, then carries, then slices.
         wanted = self.needed(body, needed_results)[0]
-        for value, is_wanted in zip(constants, wanted, strict=False):
+        for value, is_wanted in zip(constants, wanted, strict=False):  # only the constants
             # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
@@ -548,8 +549,8 @@ class Reading:
         cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
-        # subtracted: `habits.near` in a loop of the program itself, half of that in a loop inside
-        # one other loop, and so on.
+        # subtracted. In compiled steps they were `habits.near` in a loop of the program itself,
+        # half of that in a loop inside one other loop, and so on.
         near = self.habits.near // len(self.frames) if innermost else 0
         inner = max(0, peak.bytes - near) + sum(size for size, _ in cut)
         self.emit(

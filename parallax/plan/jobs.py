@@ -1,7 +1,7 @@
 """Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
 
-In *lockstep* all stages run the same kinds of job (lanes) in a tick, also those without a
-microbatch for them. Closed forms then count the ticks of each lane. In the other schedules each
+In *lockstep* all stages run the same kinds of job (lanes) in a tick, also stages without a
+microbatch for a job. Closed forms then count the ticks of each lane. In the other schedules each
 stage has a job of its own in a tick, and the counts are read from the schedule's table. A *slot* is
 a place in a buffer for one microbatch's arrays that wait for a later tick.
 
@@ -21,8 +21,8 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """The calls of each part in a step on one device, and the slots. With one stage they are those
-    of accumulated microbatches.
+    """The calls of each part in a step on one device, and the slots. A layout of one stage has the
+    calls of accumulated microbatches.
 
     Attributes:
         forward: ticks with a forward pass.
@@ -68,21 +68,23 @@ def jobs(layout: Layout) -> Jobs:
             embeds=M,
             leaves=M,
         )
-    # One microbatch enters the pipeline in each tick, and the last one needs P - 1 more ticks to
-    # reach the last stage. There is at most one slot for each chunk of each microbatch, and one for
-    # the ticks without a job.
+    # In GPipe a microbatch enters the pipeline in each tick, and the last one needs P - 1 more
+    # ticks to reach the last stage. Then B, which is I and W in one job, has as many ticks. There
+    # is a slot for each microbatch, and one for the ticks without a job.
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
+    # In 1F1B one chunk of a microbatch enters in each tick. B begins v P - 1 ticks after F, when
+    # the first microbatch is at the last place, and so ends v P - 1 ticks after F.
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
-    # The weights' gradients have a lane of their own. On the last stage this lane runs P - 1 ticks
-    # after the lane of the input's gradient, so the arrays of P microbatches wait.
+    # W has a lane of its own: all stages run it in the same M v ticks. On the last stage, W comes
+    # P - 1 ticks after I, so the arrays of P microbatches wait.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
-    # Each tick sends an activation and a cotangent. The `last` ticks, which have the same lanes,
-    # are one loop. XLA unrolls a loop of one tick, and drops the one of its messages that nobody
-    # reads. A single microbatch is embedded only once.
+    # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one
+    # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads.
+    # XLA also embeds a single microbatch only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
     # In lockstep no slots are kept for arrivals: 0.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
@@ -94,7 +96,7 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns the number of ticks that take the time of F, of I and of W, given the cost of each.
+    """Returns the number of ticks that last as long as F, as I and as W, given the cost of each.
 
     Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
     """

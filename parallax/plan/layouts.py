@@ -56,9 +56,9 @@ def search(
     """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
     `count`, the fastest first.
 
-    Each has the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts differ
-    only in ZeRO's stage and in remat, only the fastest of those that fit is listed. Tensor
-    parallelism also splits tokens if it can, since that moves the same number of bytes and keeps
+    Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts
+    differ only in ZeRO's stage and in remat, only the fastest of those that fit is listed. A tensor
+    axis also splits the tokens if it can: the messages have as many bytes, and a device keeps
     fewer. A pipeline splits the batch into microbatches of `choices.sequences` sequences each. A
     schedule that defers the weights' gradients recomputes nothing. ZeRO splits over all replicas,
     or within groups of them (HSDP).
@@ -66,7 +66,7 @@ def search(
     Args:
         config: the model's sizes.
         devices: the number of devices.
-        hardware: one of them.
+        hardware: one of the devices.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.
         choices: the precision, the sizes of microbatches and the schedules to choose from.
@@ -75,8 +75,9 @@ def search(
         attention_kernel: as `plan` takes it.
 
     Raises:
-        ValueError: no layout has so many devices, or none of them fits; the message then names the
-            one that needs least memory. Also a number below 1, or an unknown precision or schedule.
+        ValueError: no layout has exactly `devices` devices; or none of these layouts fits, and the
+            message names the one that needs least memory; or a number is below 1, or a precision or
+            a schedule is unknown.
     """
     known(config)
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
@@ -93,7 +94,7 @@ def search(
         raise ValueError(
             f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} "
             f"sequences over exactly {devices} devices, and there is none. Use a batch that "
-            f"{devices} divides, or another number of devices."
+            f"is a multiple of {devices}, or another number of devices."
         )
     # A lower bound of the memory drops layouts before their steps are traced.
     bytes_of = {
@@ -231,8 +232,8 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the numbers of replicas over which ZeRO may split: that of all replicas, and without
-    a pipeline also the sizes of groups of them."""
+    """Returns the numbers of replicas over which ZeRO may split: all replicas, or, without a
+    pipeline, also the groups in `GROUPS` that divide them."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 

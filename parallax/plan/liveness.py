@@ -61,7 +61,7 @@ class Operation(NamedTuple):
     Attributes:
         reads: the buffers that it reads.
         writes: the buffers that it makes.
-        over: pairs of a buffer that it makes, and a buffer that the first may be written over.
+        over: pairs of a buffer that it makes, and a buffer over which the first may be written.
         inner: for a loop or a branch, the peak bytes of its own temporaries, without the buffers
             above; else 0.
         held: the temporaries in that peak, each with its bytes.
@@ -118,7 +118,7 @@ def peak(
     written_here = {buffer for operation in operations for buffer in operation.writes}
     may_overwrite = written_here | set(given)
     until: dict[Buffer, int] = {}  # for each place, the last use of any buffer in it
-    born: dict[Buffer, int] = {}  # for each buffer, the operation that makes it
+    born: dict[Buffer, int] = {}  # for each buffer, the index of the operation that makes it
     for k, operation in enumerate(operations):
         for made in operation.writes:
             # Loops have an `inner` peak, and so have conditionals with temporaries of their own.
@@ -126,8 +126,9 @@ def peak(
             until[made] = last[made]
         for made, under in operation.over:
             place = under.place
-            # No later operation may read `under`, or any other buffer in its place. Operation k
-            # itself may (<=): it reads each element before it writes that element.
+            # No later operation may read `under`, or any other buffer in its place: `until`, if the
+            # place was written in this frame, else `last`. Operation k itself may read it (<=): it
+            # reads each element before it writes that element.
             if (
                 under in may_overwrite
                 and last.get(under, -1) <= k
@@ -139,8 +140,8 @@ def peak(
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old one if all operations that read the old one
-    # have ended. The operation that makes the new array must not read it (<): it does not go
-    # element by element, or the new array would have been written over the old one above.
+    # have ended, before the operation that makes the new array (<). An operation that reads the old
+    # array element by element has written over it above already.
     for made, under in carried:
         if (
             made in born
