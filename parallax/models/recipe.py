@@ -1,12 +1,13 @@
 """The recipe: a decoder's loss and gradient functions for a layout, over data x stage x context x
 tensor.
 
-`functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them to
-one gradient function. To change a line, copy `grad_of`, and give the copy to
+`functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them
+into one gradient function. To change the recipe, pass a changed copy of `grad_of` to
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
 model are its layers, and its *ends* are the weights outside them. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
-returns x, or an `Output` of x, its own term of the loss, or None, and auxiliary values, or None.
+returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the last two
+may be None.
 `family.where(model)` gives the blocks. `axes` maps the name of an axis to the axis with its
 collective algorithm, and `setup.along(names)` joins several into one.
 

@@ -1,6 +1,6 @@
 """Text from a trained decoder, one token after another.
 
-`sampled` draws tokens by a `Writer`; `sampler` makes the function `sample` of a family. Keys and
+`sampled` draws tokens with a `Writer`; `sampler` makes the function `sample` of a family. Keys and
 values are kept from token to token, so each new token costs a forward pass of only one token.
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
@@ -152,6 +152,7 @@ def _run(
     x = decoder_parts.embed(parts, model, tokens, None, first=first)
     places = decoder_parts.positions(x, tokens.shape[1], first)
     layers = jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
+    # If `cache` is None, `lax.scan` passes None as the `old` of each layer.
     x, new_cache = lax.scan(block, x, (arrays, layers, cache))
     return decoder_parts.unembed(model, x[:, -1:])[:, 0], new_cache
 

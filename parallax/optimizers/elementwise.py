@@ -4,8 +4,8 @@ shard of its update of the leaf.
 `checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
 have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
 or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size, such as a rate scaled by a dim. The allowed operations are listed, since a
-list of forbidden operations could miss some.
+that depends on the size, such as a learning rate scaled by the size of a dim. The allowed
+operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
 the optimizer's state, is the number of its leaf, or None. A moment is a state array of the shape of

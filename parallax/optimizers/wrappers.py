@@ -183,8 +183,8 @@ class _Owners(NamedTuple):
         optimizer: the optimizer, which sees the whole leaves of some layers.
         axis: the axes over which the leaves are gathered.
         specs: the specs of the shares, by path.
-        leads: from a leaf's path and number of dims to the number of its first dims that are
-            layers.
+        leads: the function from a leaf's path and number of dims to the number of its first dims
+            that are layers.
         apart: whether each layer is updated by one device, as in `by_matrix`.
     """
 
@@ -277,15 +277,15 @@ def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
     no layers. `x` is a gradient or a parameter, a share or whole."""
-    splits = _splits_here(x, weight, way.splits)
+    splits_of_x = _splits_here(x, weight, way.splits)
     if not way.lead:
-        return shards.gather(x, splits)
+        return shards.gather(x, splits_of_x)
     layers = way.lead - 1  # the last dim of layers, which is divided among the owners
-    _check_divides(x.shape, splits, way)
+    _check_divides(x.shape, splits_of_x, way)
     for split in way.splits:
         # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
         # for layers, by an all-to-all. A share along the layers is on its owner already.
-        if split not in splits:
+        if split not in splits_of_x:
             x = shards.take(x, [Split(layers, split.axis)])
         elif split.dim > layers:
             x = split.axis.all_to_all(x, layers, split.dim, tiled=True)
@@ -295,16 +295,16 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
     layers that the device owns: the reverse of `_to_owner`."""
-    splits = _splits_here(weight, weight, way.splits)
+    splits_of_weight = _splits_here(weight, weight, way.splits)
     if not way.lead:
-        return shards.take(x, splits)
+        return shards.take(x, splits_of_weight)
     layers = way.lead - 1  # the last dim of layers
     x = shards.gather(x, way.inner)
     # In reverse order: the last step of `_to_owner` is undone first. Where `weight` is whole, the
     # layers are gathered. Where a matrix dim is split, layers are exchanged for shares of it. Split
     # layers stay.
     for split in reversed(way.splits):
-        if split not in splits:
+        if split not in splits_of_weight:
             x = shards.gather(x, [Split(layers, split.axis)])
         elif split.dim > layers:
             x = split.axis.all_to_all(x, split.dim, layers, tiled=True)

@@ -1,5 +1,5 @@
-"""The executor in which all stages run every lane that occurs in a tick: loops over the ticks,
-without a conditional.
+"""The executor in which all stages run every lane that any stage has in the tick. It is loops over
+the ticks, without a conditional.
 
 If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
 ring of `ppermute` inside a stage is allowed: all devices run it.

@@ -1,5 +1,5 @@
-"""The executor in which each stage runs its own job in a tick, or none: one loop over the ticks,
-without a conditional.
+"""The executor in which each stage runs only its own job in a tick, or none. It is one loop over
+the ticks, without a conditional.
 
 A job is a loop of one iteration, or of none on a stage without this job in the tick. All devices
 run the embedding and the head together, since these may communicate over the stages. In a tick the

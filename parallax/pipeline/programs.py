@@ -1,4 +1,5 @@
-"""The user's functions and their gradients, traced once each for one device, and their arguments.
+"""Traces the user's functions and their gradients, once each, for one device, and makes their
+arguments.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
 input's cotangent, and W, the gradients of the weights. Blocks are the parameters that are split

@@ -4,7 +4,8 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or 
 input's cotangent, and W, the gradients of the weights. A place is a chunk's position in the model.
 A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a stage.
 A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
-`target`. Its lane is the lane of the job that uses it, or "head" for the head's cotangent.
+`target`. The lane of a message is that of the job that uses the message, or "head" for the head's
+cotangent.
 """
 
 import operator
@@ -20,19 +21,19 @@ Numbers = Any  # integers with a first dim of ticks; inside the loop, of one tic
 
 class Row(NamedTuple):
     """The jobs, the slots and the messages of all ticks: arrays `[ticks, stages]`. Inside the loop
-    over the ticks they are those of one tick, `[stages]`.
+    over the ticks, the arrays have only one tick, `[stages]`.
 
     Attributes:
         jobs: by lane, microbatch * v + chunk, or -1 for no job. Three parts that all stages run
-            together have one microbatch per tick, `[ticks]`, or -1: "embed" the microbatch of F at
-            the first place, "head" that of F at the last place, and "embed_backward" that of B, or
-            I, at the first place.
+            together have one microbatch per tick, `[ticks]`, or -1: "embed" has that of F at the
+            first place, "head" that of F at the last place, and "embed_backward" that of B, or I,
+            at the first place.
         saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
             read.
         deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.
         arrival: by lane, the slot of the message that F, B or I begins with.
         arriving: by distance d, the slot for the message that arrives at the end of the tick from
-            the stage d before.
+            the stage that is d before this one.
         from_head: the slot for the head's cotangent.
     """
 

@@ -546,15 +546,19 @@ class Reading:
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
         copied_stacks = compiler_copies.beside(eqn, stacked, self.habits)
-        cut = self._slices_of_further_layers(eqn, sliced, wanted[len(wanted) - len(sliced) :])
+        slice_copies = self._slices_of_further_layers(
+            eqn, sliced, wanted[len(wanted) - len(sliced) :]
+        )
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
         # subtracted. In compiled steps they were `habits.near` in a loop of the program itself,
         # half of that in a loop inside one other loop, and so on.
         near = self.habits.near // len(self.frames) if innermost else 0
-        inner = max(0, peak.bytes - near) + sum(size for size, _ in cut)
+        inner = max(0, peak.bytes - near) + sum(size for size, _ in slice_copies)
         self.emit(
-            Operation(tuple(reads), (*stacked, *copied_stacks), (), inner, (*peak.held, *cut))
+            Operation(
+                tuple(reads), (*stacked, *copied_stacks), (), inner, (*peak.held, *slice_copies)
+            )
         )
         return carried + [
             Value(var.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)

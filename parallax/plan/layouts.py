@@ -1,5 +1,5 @@
-"""Finds the layouts of a number of devices that fit the model, the batch and the memory, the
-fastest first.
+"""Finds the layouts for a given number of devices that fit the model, the batch and the memory of a
+device, and sorts them, the fastest first.
 
     for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
         print(planned.seconds.total, planned.layout)
