@@ -233,8 +233,8 @@ def sampled(
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
     kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and
     without `cached`, a token costs a pass over the whole window: 2 N flops for each of its tokens.
-    The full window moves by one place for each token, which changes the positions of all tokens in
-    it, and so all keys and values.
+    A full window moves by one place for each token. This changes the positions of all its tokens,
+    and so all keys and values.
 
     If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
     tokens after it. No tokenizer decodes -1.

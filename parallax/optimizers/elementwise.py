@@ -61,7 +61,7 @@ def checked(
     Args:
         update: the update of an optimizer.
         specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
-            does not name, any of its dims may be the one that is split.
+            does not name, that axis may split any of its dims.
         at: the name of the caller, for messages.
         gathered: axes along which leaves count as whole, though their types vary: the caller has
             gathered them.
@@ -83,8 +83,8 @@ def checked(
         passed the check already, so that their key is in `decided`."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
-        # The result of the check depends only on the mesh, on the structure and on these types,
-        # which also say along which axes an array varies.
+        # The result of the check depends only on the mesh, on the structure and on these types. A
+        # type also says along which axes an array varies.
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
         device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
@@ -215,8 +215,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim, bounded below by the size
-        on a shard and above by the size of the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim, from the size on a shard
+        to the size of the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair

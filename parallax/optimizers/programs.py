@@ -170,8 +170,8 @@ class _Elements(jaxprs.Following):
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
     def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
-        """Returns the reason why an equation that is not elementwise is wrong on shards, or "" if
-        its operands are whole and its result does not depend on the shard."""
+        """Returns the reason why an equation that is not elementwise is wrong on shards. Returns ""
+        if its operands are whole and its result does not depend on the shard."""
         if operands.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
         # All operands are the same on every device. The result can still depend on the shard: by

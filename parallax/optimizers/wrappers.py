@@ -8,9 +8,9 @@ An update of a shard is the shard of the update only if the optimizer acts eleme
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
-number of these dims, and the last of them, dim lead - 1, is divided among the owners. The bytes
-that an update of a leaf of S bytes moves on each link, with n devices of `axis`, are these (by
-matrix, the update itself moves too):
+number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table
+has the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. By
+matrix, the update itself moves too:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
@@ -92,8 +92,8 @@ def by_matrix(
 
     Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i receives layers i L/n
     to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
-    sees leaves of [I, J], one layer of all stacked leaves together, so that an optimizer for
-    matrices, such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are
+    sees leaves of [I, J], one layer of all stacked leaves together. So an optimizer for matrices,
+    such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are
     not stacked, as in `whole`.
 
     Args:

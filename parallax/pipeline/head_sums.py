@@ -6,8 +6,8 @@ has the model's output. A sum over stages is right if the terms of early stages 
 factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
 program, so its values are computed here for every stage.
 
-The *terms* of a value say whether it has an early stage's `x` (`early`), whether it depends on no
-argument (`is_number`), and whether it depends on the stage's index (`indexed`). `by_index` gives
+The *terms* of a value say whether it depends on the `x` of an early stage (`early`), on no argument
+of the program (`is_number`), and on the stage's index (`indexed`). `by_index` gives
 its value for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the
 terms of all operands, and `is_sent` says whether an equation communicates over the axis. `stages`
 are the indices of the early stages.
@@ -127,8 +127,8 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the terms of an equation whose operands depend on no argument. The result's
-        values are known, and computed when asked for, if there are at most `SMALL` of them and the
-        values of all operands are known."""
+        values are known if there are at most `SMALL` of them and the values of all operands are
+        known. They are computed only when `by_index` is called."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None

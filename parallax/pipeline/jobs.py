@@ -1,7 +1,7 @@
 """The jobs of a pipeline on one device, and the carry that they change.
 
-Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
-input's cotangent, and W, the gradients of the weights.
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
+(the input's cotangent) and W (the gradients of the weights).
 
 A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
 the new carry, with the arrays that the job saved and with its terms added to the sums.

@@ -173,8 +173,8 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...], given in the order of the model, in the order that a schedule
-    with this placement (its `placed`) needs.
+    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement (its
+    `placed`) needs. `blocks` are in the order of the model.
 
     If the placement is looped, with chunk c of stage s at place c P + s, the blocks stay as they
     are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
@@ -254,8 +254,8 @@ def stored(
     """Returns the form, for `Checkpoints`, that stores blocks of [v, L / v, ...] in a state's model
     as [L, ...].
 
-    On disk the layers are in the order of the model, so that a run with another placement, or
-    without a pipeline, can read them. The optimizer's arrays for the blocks are stored in the same
+    On disk the layers are in the order of the model. So a run with another placement, or without a
+    pipeline, can read them. The optimizer's arrays for the blocks are stored in the same
     way. Such an array has a path that ends with the path of a leaf of the blocks, and has the first
     dims of that leaf.
 
@@ -280,8 +280,8 @@ def stored(
         """Returns the function of a state that applies `change` to each array of the blocks.
 
         An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter. `dims` is 2 if the state has blocks of [v, L / v, ...] (on the way to the disk),
-        and 1 if it has blocks of [L, ...] (on the way back).
+        parameter. `dims` is 2 on the way to the disk, from blocks of [v, L / v, ...], and 1 on
+        the way back, from blocks of [L, ...].
         """
 
         def converted(state):

@@ -59,8 +59,8 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Runs all ticks, and returns the sums of the loss and, if they are needed, of the gradients,
-    with the auxiliary values of all microbatches."""
+    """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
+    auxiliary values of all microbatches."""
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -85,8 +85,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs B or I, sends the cotangent of x to the stage before, and runs the backward pass of the
-    embedding, which adds gradients only at the first place of the model."""
+    """Runs B or I, and sends the cotangent of x to the stage before. Then runs the backward pass of
+    the embedding, which adds gradients only at the first place of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
@@ -192,8 +192,8 @@ def _tick(
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """Returns the stretches of a table in order. A stretch is the lanes that run on at least one
-    stage, the head included, and the number of successive ticks in which these lanes run."""
+    """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
+    at least one stage, the head included, and the number of successive ticks in which they run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last place of the model has run.
     runs = {

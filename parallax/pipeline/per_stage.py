@@ -57,8 +57,8 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 
 
 def run(jobs: Jobs) -> Sums:
-    """Runs all ticks, and returns the sums of the loss and, if they are needed, of the gradients,
-    with the auxiliary values of all microbatches."""
+    """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
+    auxiliary values of all microbatches."""
     table, schedule = rows(jobs.schedule), jobs.schedule
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:

@@ -1,11 +1,11 @@
 """Traces the user's functions and their gradients, once each, for one device, and makes their
 arguments.
 
-Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
-input's cotangent, and W, the gradients of the weights. Blocks are the parameters that are split
-over the stages, ends all others. `moving` are the floating-point leaves of an activation, which
-have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by the
-number of their microbatch. A job's task says which microbatch and chunk it runs, and `aux` is a
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
+(the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
+split over the stages, ends all others. `moving` are the floating-point leaves of an activation,
+which have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by
+the number of their microbatch. A job's task says which microbatch and chunk it runs, and `aux` is a
 tree of values to log. An array varies along a mesh axis if its type says that it may differ there.
 """
 

@@ -1,11 +1,11 @@
 """A schedule as its executors read it: one row per tick. NumPy only.
 
-Legend: P stages, M microbatches, v chunks per stage, F forward, B backward, or in two halves I, the
-input's cotangent, and W, the gradients of the weights. A place is a chunk's position in the model.
-A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a stage.
-A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
-`target`. The lane of a message is that of the job that uses the message, or "head" for the head's
-cotangent.
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
+(the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
+model. A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a
+stage. A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by
+the stage `target`. The lane of a message is that of the job that uses the message, or "head" for
+the head's cotangent.
 """
 
 import operator

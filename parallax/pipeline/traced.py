@@ -110,7 +110,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     `outside` are the constants of the function's program, and `params` the trees of trained
     parameters.
     """
-    # A parameter's name by the id of its array. A pipeline casts its parameters to varying, and a
+    # A parameter's name by the id of its array. A pipeline casts its parameters to varying. A
     # function may close over the array from before the cast, so that array gets the same name.
     sources = {
         id(array): mesh.dotted(path)

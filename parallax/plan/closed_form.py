@@ -482,8 +482,8 @@ def _passes(
         * size.layers
         * (size.forward + size.backward)
     )
-    # If the weights' gradients have jobs of their own, the arrays that the input's gradient hands
-    # on to them (`handed`) wait in slots too, beside the kept ones.
+    # W may have jobs of its own. Then the arrays that I computes for W (`handed`) wait in slots
+    # too, beside the kept arrays.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))

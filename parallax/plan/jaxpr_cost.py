@@ -1,5 +1,5 @@
-"""Walks once through a traced program, and counts its arithmetic, the bytes that it moves, its
-messages, and the operations that `liveness` lays out in memory.
+"""Walks once through a traced program. Counts its arithmetic, its messages and the bytes that it
+moves, and lists the operations that `liveness` lays out in memory.
 
 A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
 `reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a

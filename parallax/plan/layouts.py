@@ -1,5 +1,5 @@
-"""Finds the layouts for a given number of devices that fit the model, the batch and the memory of a
-device, and sorts them, the fastest first.
+"""Finds the fastest layouts of a given number of devices. A layout must fit the model, the batch
+and the memory of a device.
 
     for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
         print(planned.seconds.total, planned.layout)

@@ -3,8 +3,8 @@ that fuses elementwise operations.
 
 A frame is a program or the body of a loop: a list of operations, each with the buffers that it
 reads and writes. A buffer lives from the operation that writes it to the last operation that reads
-it. An operation that reads an operand element by element, or updates a part of it, writes its
-result over the operand if nothing reads the operand later. The buffers that are written over each
+it. An operation may read an operand element by element, or update a part of it. Its result is then
+written over the operand if nothing reads the operand later. The buffers that are written over each
 other share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
 constant of the whole step, which is no temporary.
 """
@@ -105,8 +105,8 @@ def peak(
         given: for a loop's body, the buffers of its carries, which belong to the frame around; the
             body may write over them.
         carried: for a loop's body, each carry's buffers at the end and at the beginning of a trip.
-        early: whether the results of loops are allocated at the start of the frame, as by some of
-            XLA's backends, or else when their loop runs.
+        early: whether the results of loops have memory from the start of the frame, as in some of
+            XLA's backends. Otherwise they have it from the loop that makes them.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result.
@@ -139,8 +139,8 @@ def peak(
                 # result. The array that the carry starts from is then no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
-    # A carry's new array takes the place of its old one if all operations that read the old one
-    # have ended, before the operation that makes the new array (<). An operation that reads the old
+    # A carry's new array takes the place of its old array if all operations that read the old array
+    # come before the operation that makes the new one (<). An operation that reads the old
     # array element by element has written over it above already.
     for made, under in carried:
         if (

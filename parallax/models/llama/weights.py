@@ -63,9 +63,9 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
-    A model with biases is saved as a Qwen 2, with norms of heads as a Qwen 3, with experts as a
-    Mixtral, and otherwise as a Llama. The weights of the auxiliary losses are not saved: they
-    belong to the training, and Mixtral's field for them means another loss.
+    A model with biases is saved as a Qwen 2, one with norms of heads as a Qwen 3, and one with
+    experts as a Mixtral. Any other is saved as a Llama. The weights of the auxiliary losses are not
+    saved: they belong to the training, and Mixtral's field for them means another loss.
 
     Raises:
         ImportError: for the reasons of `gpt2.save`.
