@@ -7,9 +7,8 @@ into one gradient function. To change the recipe, pass a changed copy of `grad_o
 model are its layers, and its *ends* are the weights outside them. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
 returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the last two
-may be None.
-`family.where(model)` gives the blocks. `axes` maps the name of an axis to the axis with its
-collective algorithm, and `setup.along(names)` joins several into one.
+may be None. `family.where(model)` gives the blocks. `axes` maps the name of an axis to the axis
+with its collective algorithm, and `setup.along(names)` joins several axes into one.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for

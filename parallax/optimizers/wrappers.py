@@ -9,8 +9,8 @@ An update of a shard is the shard of the update only if the optimizer acts eleme
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
 number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table
-has the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. By
-matrix, the update itself moves too:
+has the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. The
+update itself moves only in `by_matrix`:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S

@@ -10,9 +10,8 @@ period of ticks in which the same lanes run, each on at least one stage; it is o
 `jobs.send.part` turns an array into a message, and `jobs.send.whole` turns the message into the
 array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived`
 has the messages of this stage. A `row` has the jobs and slots of one tick; `table` and `ticks` have
-the rows of many.
-`jobs.moving` are the floating-point leaves of an activation, which have a cotangent.
-`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+the rows of many. `jobs.moving` are the floating-point leaves of an activation, which have a
+cotangent. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import functools

@@ -11,7 +11,7 @@ gradients), exchange, head, embed_backward. `jobs.send.part` turns an array into
 `jobs.send.whole` turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to
 the stage d after this one. `carry.arrived` has the messages of this stage. A `row` has the jobs and
 slots of one tick, and `table` has all rows. `jobs.moving` are the floating-point leaves of
-`jobs.x`, an activation of zeros.
+`jobs.x`, an activation of zeros. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import functools
