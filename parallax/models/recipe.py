@@ -82,13 +82,13 @@ class Compute:
             document.
         expert_dispatch: the function that sends tokens to experts on other devices, such as
             `experts.exchanged(1.25)`; None: `experts.gathered`.
-        remat: a function that wraps each block, such as one of `parallax.remat`; None: the one that
-            the layout's `remat` names.
+        remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
+            that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. On a GPU a long body is
             faster, since the compiler fuses across layers and keeps less for the backward pass; it
             takes longer to compile. None: 2 under ZeRO-3 on CPUs and GPUs, else 1.
         dtype: the type of the weights.
-        schedule: the schedule of the pipeline; None: the one that the layout names.
+        schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
         trainable: the leaves that are trained, as `step.init` takes it.
         reduce_in_backward: whether each block's gradients are summed over the replicas during the
@@ -198,8 +198,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = grads.accumulated(grad, microbatches=layout.microbatches)
 
     # With sequence parallelism, weights that all tensor devices have, such as norms, see on each
-    # device only its own tokens. `summed` adds these gradients, and keeps those of split weights as
-    # they are.
+    # device only its own tokens. `summed` adds these gradients over the devices, and keeps the
+    # gradients of split weights.
     if layout.sequence:
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
@@ -365,7 +365,7 @@ def platform_of(mesh: AnyMesh) -> str:
 
 
 def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
-    """Returns the schedule of the pipeline: the one of `compute`, else the one of the layout."""
+    """Returns the schedule of the pipeline: `compute.schedule`, else the layout's schedule."""
     if compute.schedule is not None:
         return compute.schedule
     chunks = (layout.chunks,) if layout.chunks > 1 else ()  # not every schedule has chunks
@@ -400,13 +400,14 @@ def unroll_of(layout: Layout, compute: Compute, platform: str) -> int:
     """Returns the number of layers in the body of the loop over layers."""
     if compute.unroll is not None:
         return compute.unroll
-    # Under ZeRO-3, with two layers in the loop's body, the gathers of one overlap the other. Not on
-    # TPUs: their compiler would then copy all values that are kept for the backward pass.
+    # Under ZeRO-3, with two layers in the loop's body, the gathers of one layer overlap the work of
+    # the other. Not on TPUs: their compiler would then copy all values that are kept for the
+    # backward pass.
     return 2 if layout.zero == 3 and platform != "tpu" else 1
 
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the attention function: the one of `compute`, else the family's TPU kernel on TPUs,
+    """Returns the attention function: `compute.attention`, else the family's TPU kernel on TPUs,
     else the family's attention.
     """
     kernel = family.tpu_attention if platform == "tpu" else None

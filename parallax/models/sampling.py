@@ -244,8 +244,8 @@ def sampled(
             family.cached(model))`.
         prompt: the tokens to continue; they may be longer than the window.
         tokens: the number of tokens to draw; static.
-        temperature: the number by which logits are divided; 0 takes the largest logit each time
-            (greedy), the first of equal ones.
+        temperature: the number by which logits are divided; 0 takes the token with the largest
+            logit each time (greedy), the first if several are equal.
         top_k: draw among the k largest logits (and those that equal the smallest of the k); static.
             None: among all.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, add
@@ -319,8 +319,8 @@ def _with_cache(
     values. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
     before it was -1.
     """
-    # The last token needs no place in the cache, since no token attends to it: hence - 1. `begin`
-    # returns the logits after the prompt, [1, V], and the cache.
+    # The last token needs no place in the cache, since no token attends to it: this is the - 1.
+    # `begin` returns the logits after the prompt, [1, V], and the cache.
     logits, cache = model.begin(prompt[None], prompt.size + keys.size - 1)
     token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
@@ -378,8 +378,8 @@ def filtered(
     """Returns the logits to draw from, in float32 or wider. Their maximum is subtracted, the result
     is divided by `temperature`, and tokens that must not be drawn get -inf.
 
-    At temperature 0, the largest logit (the first of equal ones) is 0, and all others are -inf.
-    `temperature` is applied first, then `top_k`, and `top_p` to the tokens that are left. The
+    At temperature 0, the largest logit (the first if several are equal) is 0, and all others are
+    -inf. `temperature` is applied first, then `top_k`, and `top_p` to the tokens that are left. The
     likeliest token always stays. All results are nan if a logit is nan or inf, if none is finite,
     or for a `temperature` or `top_p` that `sampled` refuses.
 

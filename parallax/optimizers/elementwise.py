@@ -242,7 +242,7 @@ class _Update:
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
 
-        # Only moments are split, as their leaf.
+        # Of the state, only moments are split, in the same way as their leaf.
         def resized_state(x, owner):
             return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
 
@@ -301,8 +301,8 @@ class _Update:
                     self.refuse(
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
-            # An update made only of whole arrays is the same on all devices, and so is no shard of
-            # an update.
+            # An update made only of whole arrays is the same on all devices, so it is not the shard
+            # of an update.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
@@ -356,7 +356,7 @@ class _Update:
                     "specs) or ZeRO.optimizer, and give step.init the rule of the shares as "
                     "optimizer_rule."
                 ) from error
-        # The state is that of whole leaves, or has shapes of its own.
+        # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
             leaf = with_gradient[path]
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:

@@ -165,7 +165,8 @@ class _Elements(jaxprs.Following):
         # in place.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
-        # Any other operation is right only if all its operands are whole; then so is its result.
+        # Any other operation is right only if all its operands are whole; its result is then whole
+        # too.
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
@@ -182,7 +183,7 @@ class _Elements(jaxprs.Following):
         if any(map(split_over, returned)) and not any(map(split_over, given)):
             return f"{_operation(eqn)} differs between devices"
         inside = []
-        # Equations inside, such as those of a loop's body; its arguments are whole.
+        # The programs inside, such as a loop's body; their arguments are whole.
         for body in jaxprs.closed(eqn.params):
             arguments = jaxprs.types(jaxprs.opened(body).invars)
             inside += self.run(body, list(map(same_everywhere, arguments)))

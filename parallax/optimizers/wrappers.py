@@ -1,15 +1,16 @@
 """Optimizers that look at more than one element at a time, made right on shards.
 
 An update of a shard is the shard of the update only if the optimizer acts element by element, and
-`step.make` refuses others (`parallax.optimizers.elementwise`). Two wrappers bring each leaf to its
-*owners*, the devices that update it, and return to each device its own *share* of the update:
+`step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two wrappers bring each
+leaf to its *owners*, the devices that update it, and return to each device its own *share* of the
+update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
-number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table
-has the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. The
+number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table has
+the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. The
 update itself moves only in `by_matrix`:
 
                                       whole            by_matrix
@@ -93,8 +94,8 @@ def by_matrix(
     Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i receives layers i L/n
     to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
     sees leaves of [I, J], one layer of all stacked leaves together. So an optimizer for matrices,
-    such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are
-    not stacked, as in `whole`.
+    such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are not
+    stacked, as in `whole`.
 
     Args:
         optimizer: an optimizer that updates each leaf by itself. To use another for some leaves,
@@ -116,7 +117,7 @@ def by_matrix(
 
     def leading(path, ndim):
         """Returns the number of first dims that are layers, 0 for a leaf that is not stacked: the
-        number in `layers`, else that of the dims before the last two."""
+        number in `layers`, else the number of dims before the last two."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
@@ -218,7 +219,7 @@ class _Owners(NamedTuple):
         """Returns the state of all groups: inside a map over `axis`, for the layers of this device;
         outside, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
-        # The axes of the maps around this code must have those of the optimizer. Outside a map,
+        # The axes of the maps around this code must include the optimizer's axes. Outside a map,
         # `rules.optimizer_specs` checks them.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
@@ -265,8 +266,8 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns those of a leaf's `splits` along which `x`, its gradient or parameter, is a share:
-    all for a gradient of ZeRO-1, whose `weight` is whole, else those along which `weight` is split.
+    """Returns the `splits` of a leaf along which `x`, its gradient or parameter, is a share. For a
+    gradient of ZeRO-1, whose `weight` is whole, these are all splits; else the splits of `weight`.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:

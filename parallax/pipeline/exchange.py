@@ -78,7 +78,8 @@ def _cut_dim(x: Array, axis: Axis) -> int | None:
     """Returns the dim along which an array is cut, the largest that the number of devices divides;
     None if the array is sent whole."""
     t = axis.size()
-    # If the array may differ along the axis, no other device can send a part of this one's array.
+    # If the array may differ along the axis, no other device can send a part of this device's
+    # array.
     if t == 1 or set(axes_of(axis)) & set(varying_axes(x)):
         return None
     # A dim that t does not divide would give the devices parts of unequal shapes.

@@ -71,14 +71,14 @@ def value_and_grad(  # noqa: PLR0913
     parameter, its gradient is the sum over all of them.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
-    `ppermute` per array. `schedule.makespan` gives the time. A device has
-    `schedule.slot_count` slots; each holds the arrays that `save` saves of one chunk.
+    `ppermute` per array. `schedule.makespan` gives the time. A device has `schedule.slot_count`
+    slots; each holds the arrays that `save` saves of one chunk.
 
     Args:
-        embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Those of
-            floating-point numbers have a cotangent; others, such as masks, travel without. It runs
-            on all stages in each forward tick, and counts on the first. The stages may share the
-            work, with collectives over `axis` inside.
+        embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Arrays
+            of floating-point numbers have a cotangent; other arrays, such as masks, have none. It
+            runs on all stages in each forward tick, and counts on the first. The stages may share
+            the work, with collectives over `axis` inside.
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
             vP - 1, is its place in the model. It returns a tree like `x`, or an `Output` that also
             has a term of the loss or auxiliary values.
@@ -91,8 +91,8 @@ def value_and_grad(  # noqa: PLR0913
             parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each of their arrays has a first dim of v chunks.
-        trainable: the leaves that have a gradient, as in `step.init`. The gradient of the others is
-            None, and takes no memory.
+        trainable: the leaves that have a gradient, as in `step.init`. Other leaves have the
+            gradient None, which takes no memory.
         save: which arrays wait for the backward tick: `residuals`, or `inputs`, which saves only
             the stage's input and computes the rest again.
         send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all
@@ -101,8 +101,8 @@ def value_and_grad(  # noqa: PLR0913
             `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
             runs in each tick of a lane that makes gradients. It takes a tree like the parameters,
             with one chunk of the blocks, and None for leaves without a gradient in this lane.
-        aux: applied to the stacked auxiliary values: the head's [M, ...] each, and those of stages,
-            as `Aux.stages`, [M, vP, ...]. If stages have some, the function returns
+        aux: applied to the stacked auxiliary values: the head's are [M, ...] each, and the stages'
+            (`Aux.stages`) [M, vP, ...]. If stages have some, the function returns
             `((loss, Aux(head, stages)), gradients)`. If only the head has some, it returns
             `((loss, aux), gradients)`.
 

@@ -7,10 +7,10 @@ factor or a choice that depends on the stage's index. Such a factor depends on n
 program, so its values are computed here for every stage.
 
 The *terms* of a value say whether it depends on the `x` of an early stage (`early`), on no argument
-of the program (`is_number`), and on the stage's index (`indexed`). `by_index` gives the value
-of a number for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the
-terms of all operands, and `is_sent` says whether an equation communicates over the axis. `stages`
-are the indices of the early stages.
+of the program (`is_number`), and on the stage's index (`indexed`). `by_index` gives the value of a
+number for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the terms
+of all operands, and `is_sent` says whether an equation communicates over the axis. `stages` are the
+indices of the early stages.
 """
 
 import functools
@@ -59,6 +59,7 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
     iteration of a loop.
     """
     sums = _Sums(axis)
+    # The first field of `Terms` is `early`: an `x` begins as the `x` of an early stage.
     sums.run(program, list(map(Terms, of_x)))
     return sums.added
 

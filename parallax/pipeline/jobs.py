@@ -236,8 +236,8 @@ class Jobs(Programs):
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with the gradients of the task's chunk added, and those of the ends
-        that the stage reads."""
+        """Returns the carry with the gradients of the task's chunk added, and the gradients of the
+        ends that the stage reads."""
         # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 

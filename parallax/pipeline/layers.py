@@ -214,7 +214,7 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns, from the values in `Aux.stages`, those of the chunks of this stage:
+    """Returns the auxiliary values of this stage's chunks, from the values in `Aux.stages`:
     `[vP, ...] -> [v, ...]` each.
 
     It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. On one
@@ -222,8 +222,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     this stage's.
 
     Raises:
-        ValueError: the number of stages in the placement is not that of the axis, or the number of
-            places is not that of the values.
+        ValueError: the placement and the axis have different numbers of stages, or the placement
+            and the values have different numbers of places.
     """
     axis = Axis.of(axis)
     placement = checked_placement("pipeline.local_chunks", placement)
@@ -255,9 +255,9 @@ def stored(
     as [L, ...].
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
-    pipeline, can read them. The optimizer's arrays for the blocks are stored in the same
-    way. Such an array has a path that ends with the path of a leaf of the blocks, and has the first
-    dims of that leaf.
+    pipeline, can read them. The optimizer's arrays for the blocks are stored in the same way. Such
+    an array has a path that ends with the path of a leaf of the blocks, and has the first dims of
+    that leaf.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -280,8 +280,8 @@ def stored(
         """Returns the function of a state that applies `change` to each array of the blocks.
 
         An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter. `dims` is 2 on the way to the disk, from blocks of [v, L / v, ...], and 1 on
-        the way back, from blocks of [L, ...].
+        parameter. `dims` is 2 on the way to the disk, from blocks of [v, L / v, ...], and 1 on the
+        way back, from blocks of [L, ...].
         """
 
         def converted(state):

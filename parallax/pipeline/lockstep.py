@@ -194,7 +194,8 @@ def stretches(table: Row) -> list[Stretch]:
     """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
     at least one stage, the head included, and the number of successive ticks in which they run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
-    # fewer ticks than F, only in those in which the last place of the model has run.
+    # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
+    # joins successive ticks with the same lanes.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()

@@ -43,8 +43,8 @@ def unpipelined(
     computes the same loss.
 
     The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
-    auxiliary values the function returns `(loss, aux)`: `aux` is the head's, or an `Aux` if stages
-    have some, with those of the stages as [v, ...] each.
+    auxiliary values the function returns `(loss, aux)`: `aux` has the head's values, or is an `Aux`
+    if stages have some too; its `stages` are [v, ...] each.
 
     With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
     order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
@@ -80,7 +80,8 @@ def sequential(
     pipeline of these functions computes the same loss.
 
     The blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
-    `aux` is the head's, or an `Aux` if the stage has some, with those of the stage as [1, ...].
+    `aux` has the head's values, or is an `Aux` if the stage has some too; its `stages` are
+    [1, ...] each.
     """
 
     def loss(params, batch):

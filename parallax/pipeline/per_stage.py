@@ -64,7 +64,7 @@ def run(jobs: Jobs) -> Sums:
     if jobs.differentiates:
         parts |= {"backward": backward, "weight": Jobs.weight}
     else:
-        table = forward_alone(table)
+        table = forward_alone(table)  # only the ticks with F
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
@@ -127,9 +127,9 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
-        # On a CPU each message waits for the one before, and the first for the head of the previous
-        # tick (the loss): all devices need the same order. Over a distance of 0 the message stays
-        # on its stage.
+        # On a CPU each message waits for the message before it. The first message waits for the
+        # loss, which the head computed in the previous tick. So all devices send in the same order.
+        # Over a distance of 0 the message stays on its stage.
         arrived = jobs.moved(sequence_after(sent, before), distance=distance) if distance else sent
         carry = carry.with_arrived(slots=put(carry.arrived.slots, arrived, slots[jobs.index]))
         before = arrived

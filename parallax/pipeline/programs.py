@@ -112,8 +112,8 @@ class Programs:
 
     Attributes:
         params: the `Parameters` of this device.
-        x: an activation, as zeros of its shapes and varying types; `moving` has its
-            floating-point leaves.
+        x: an activation, as zeros of its shapes and varying types; `moving` has its floating-point
+            leaves.
         index: the number of this stage; `first` and `last` say whether it is the first or the last.
         terms: zeros of the stage's own term of the loss, `terms.loss`, and auxiliary values,
             `terms.aux`.

@@ -49,8 +49,8 @@ def rows(schedule: Schedule) -> Row:
     """Returns the schedule's tables by tick, with the slots and with the microbatches of `embed`,
     `head` and `embed_backward`."""
     P, v = schedule.stages, schedule.chunks
-    # A stage also receives messages that no job needs, and writes them to the slot after all
-    # others, which nothing reads.
+    # A stage also receives messages that no job needs, and writes them to one more slot, the last,
+    # which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}

@@ -3,10 +3,10 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
-that names the parameter.
-`operands(x)` are the values from which JAX computed a traced value `x`, as far as JAX remembers
-them. A value varies along a mesh axis if its type says that it may differ there. From `Following`:
-`run` follows facts through a program, and `met` joins the facts of all operands.
+that names the parameter. `operands(x)` are the values from which JAX computed a traced value `x`,
+as far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
+there. From `Following`: `run` follows facts through a program, and `met` joins the facts of all
+operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator

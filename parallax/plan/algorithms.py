@@ -38,8 +38,8 @@ class Chosen(NamedTuple):
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
     """Returns, for each axis, the fastest algorithm for its collectives of `jax.lax`, which run one
-    after another. An axis without such collectives is left out, and so are collectives over
-    several axes at once, which `messages` prices by a formula."""
+    after another. An axis without such collectives is left out, and so are collectives over several
+    axes at once, which `messages` prices by a formula."""
     found = []
     for axis in layout.axes:
         calls = [

@@ -149,7 +149,7 @@ class Plan:
 
     Attributes:
         config: the model's sizes.
-        layout: the devices on each axis, and what they split.
+        layout: how the model and the batch are split over devices.
         hardware: one of the devices.
         batch: sequences in the global batch.
         work: floating-point operations of a step.
@@ -236,7 +236,7 @@ def plan(
 
     Args:
         config: the model's sizes.
-        layout: the devices on each axis, and what they split.
+        layout: how the model and the batch are split over devices.
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: one that acts element by element.

@@ -1,9 +1,10 @@
-"""Finds the equations of a traced program that its results need. A compiler removes the others.
+"""Finds the equations of a traced program that its results need. A compiler removes the other
+equations.
 
 `used` says for each result of an equation whether it is needed, and `results` for each result of a
-jaxpr. `operands` says which operands these results need. An *atom* is a variable or a literal.
-`jaxprs.called` gives the only jaxpr inside an equation that has the equation's operands and
-results, such as that of a `jit`.
+jaxpr. `operands` says which operands these results need. An *atom* is a variable or a literal. If
+an equation, such as a `jit`, has one jaxpr inside with the same operands and results,
+`jaxprs.called` gives that jaxpr.
 """
 
 from collections.abc import Sequence

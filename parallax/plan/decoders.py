@@ -32,7 +32,7 @@ def traced(
     Args:
         family: the kind of decoder, such as `llama.FAMILY`.
         config: the model's sizes; a window of the batch has `config.context + 1` tokens.
-        layout: the devices on each axis, and what they split.
+        layout: how the model and the batch are split over devices.
         hardware: a device, such as `hardware.H100`.
         batch: sequences in the global batch.
         optimizer: as `decoder.train_step` takes it.

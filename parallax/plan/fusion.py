@@ -47,7 +47,7 @@ class Value:
         self.bytes = nbytes(aval)
         # The buffers that the value reads element by element; it may be written over one of them.
         self.near: frozenset[Buffer] = frozenset([buffer] if buffer else ())
-        self.source: Value | None = None  # the value that it is a reshape or a copy of
+        self.source: Value | None = None  # the value of which this is a reshape or a copy
         # If the value is the result of JAX's `platform_index`, by which a `cond` chooses code for a
         # platform: the branch that the platform of this trace takes.
         self.branch: int | None = None

@@ -1,5 +1,5 @@
-"""The bytes that islands send each other. An island is a group of devices that trains by itself.
-It exchanges its changes with the other islands only in a *round*, once in many steps.
+"""The bytes that islands send each other. An island is a group of devices that trains by itself. It
+exchanges its changes with the other islands only in a *round*, once in many steps.
 
 Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 """

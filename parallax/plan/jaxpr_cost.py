@@ -147,7 +147,8 @@ class Reading:
         known |= {var: self._constant(var) for var in jaxpr.constvars}
         # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
-        # How many operations read each variable.
+        # How many operations read each variable. An equation without results, such as a print, is
+        # no reader here: its `needed` is `()`.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
@@ -234,7 +235,7 @@ class Reading:
             return self._linear(eqn, operands, used, readers)
         if (inner := jaxprs.called(eqn)) is not None:
             # The backward pass of `jax.checkpoint`, which computes values again. Its barrier keeps
-            # XLA from using those of the forward pass, so its operands become values of their own.
+            # XLA from using the values of the forward pass, so its operands become new values.
             if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
                 operands = [self._apart(value) for value in operands]
             return self._inlined(
@@ -299,7 +300,8 @@ class Reading:
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
         if name in primitives.COLLECTIVES:
-            along = primitives.axes(eqn, self.sizes)  # without those of one device, which send none
+            # Axes of one device, along which nothing is sent, are left out.
+            along = primitives.axes(eqn, self.sizes)
             for value in results if along else ():
                 if not value.bytes:  # such as half of one number; XLA drops an empty message
                     continue
@@ -369,15 +371,16 @@ class Reading:
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a conditional. Only one branch counts: the branch with the most
-        operations of products. Among equal branches the one with the most messages counts, and
-        among those the one with the most memory.
+        operations of products. Among equal branches the branch with the most messages counts, and
+        then the branch with the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
         platform decides, only the branch of the platform is walked, in place.
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        # The index is that of a platform. An outer call whose line is used (`at`) stays in use.
+        # The index is the result of `platform_index`. An outer call whose line is used (`at`) stays
+        # in use.
         if index.branch is not None:
             return self._inlined(
                 eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None

@@ -135,7 +135,7 @@ def search(
 
 
 def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
-    """Returns the recommended plan: among the plans whose time is near the shortest, the one that
+    """Returns the recommended plan: among the plans whose time is near the shortest, the plan that
     splits layers and matrices over the fewest devices.
 
     A predicted time may be off by more than 5 %, and a replica of fewer devices has fewer messages

@@ -45,13 +45,13 @@ class Buffer:
         `carry` marks a loop's carry, which may be written over the array that it starts from.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
-        # The buffer that this one is written over; itself if there is none.
+        # The buffer over which this buffer is written; itself if there is none.
         self.into: Buffer = self
 
     @property
     def place(self) -> "Buffer":
-        """The buffer whose memory this one uses: the first in the chain of buffers that are written
-        over each other; this buffer itself if it is written over none."""
+        """The buffer whose memory this buffer uses: the first in the chain of buffers that are
+        written over each other; this buffer itself if it is written over none."""
         return self if self.into is self else self.into.place
 
 
@@ -121,7 +121,7 @@ def peak(
     born: dict[Buffer, int] = {}  # for each buffer, the index of the operation that makes it
     for k, operation in enumerate(operations):
         for made in operation.writes:
-            # Loops have an `inner` peak, and so have conditionals with temporaries of their own.
+            # A loop has an `inner` peak, and so has a conditional with temporaries of its own.
             born[made] = 0 if early and operation.inner else k
             until[made] = last[made]
         for made, under in operation.over:
@@ -140,8 +140,8 @@ def peak(
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array
-    # come before the operation that makes the new one (<). An operation that reads the old
-    # array element by element has written over it above already.
+    # come before the operation that makes the new one (<). An operation that reads the old array
+    # element by element has written over it above already.
     for made, under in carried:
         if (
             made in born
