@@ -378,7 +378,7 @@ class _Update:
         """Returns the message for an optimizer whose state belongs to other leaves than the
         gradients do."""
         with_gradient = {leaf.path for leaf in self.leaves}
-        # The message names one of the leaves that have only one of the two.
+        # The message names one of the leaves that have only a gradient or only a state.
         path = min(with_state ^ with_gradient, key=trees.dotted)
         has, lacks = "optimizer state", "no gradient"
         if path in with_gradient:
@@ -387,8 +387,8 @@ class _Update:
             f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The "
             f"leaves that the gradient function differentiates ({len(with_gradient)}; it gives "
             "None for the others) must be those that the optimizer has state for "
-            f"({len(with_state)}). Pass trainable=... to step.init, and eqx.partition the model by "
-            "the same in the gradient function."
+            f"({len(with_state)}). Pass trainable=... to step.init, and split the model by the "
+            "same trainable, with eqx.partition, in the gradient function."
         )
         split = split_over(jax.typeof(dict(jax.tree.leaves_with_path(params))[path]))
         if not split:

@@ -211,8 +211,8 @@ class _Owners(NamedTuple):
         have the same sizes: for each group these sizes, and the paths of its leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
-            layers = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
-            paths.setdefault(layers, []).append(path)
+            sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
+            paths.setdefault(sizes, []).append(path)
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
@@ -230,12 +230,12 @@ class _Owners(NamedTuple):
         by_layers = self.groups(params)
         # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
-            _mapped(self.optimizer.init, len(layers))(_only(params, paths))
-            for layers, paths in by_layers
+            _mapped(self.optimizer.init, len(sizes))(_only(params, paths))
+            for sizes, paths in by_layers
         ]
         # `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
-        leads = tuple(len(layers) for layers, _ in by_layers)
+        leads = tuple(len(sizes) for sizes, _ in by_layers)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
@@ -250,8 +250,8 @@ class _Owners(NamedTuple):
         results, states = [], []
         # One group at a time, with its state `old`: leaves with different numbers of layers cannot
         # go through one `jax.vmap`.
-        for (layers, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
-            members, lead = _only(whole_weights, paths), len(layers)
+        for (sizes, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
+            members, lead = _only(whole_weights, paths), len(sizes)
             if self.apart:
                 _check_apart(one_layer, _first(members, lead), _first(old, lead))
             # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.
@@ -281,15 +281,15 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     splits_of_x = _splits_here(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
-    layers = way.lead - 1  # the last dim of layers, which is divided among the owners
+    layers_dim = way.lead - 1  # the last dim of layers, which is divided among the owners
     _check_divides(x.shape, splits_of_x, way)
     for split in way.splits:
         # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
         # for layers, by an all-to-all. A share along the layers is on its owner already.
         if split not in splits_of_x:
-            x = shards.take(x, [Split(layers, split.axis)])
-        elif split.dim > layers:
-            x = split.axis.all_to_all(x, layers, split.dim, tiled=True)
+            x = shards.take(x, [Split(layers_dim, split.axis)])
+        elif split.dim > layers_dim:
+            x = split.axis.all_to_all(x, layers_dim, split.dim, tiled=True)
     return shards.take(x, way.inner)
 
 
@@ -299,16 +299,16 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     splits_of_weight = _splits_here(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
-    layers = way.lead - 1  # the last dim of layers
+    layers_dim = way.lead - 1  # the last dim of layers
     x = shards.gather(x, way.inner)
     # In reverse order: the last step of `_to_owner` is undone first. Where `weight` is whole, the
     # layers are gathered. Where a matrix dim is split, layers are exchanged for shares of it. Split
     # layers stay.
     for split in reversed(way.splits):
         if split not in splits_of_weight:
-            x = shards.gather(x, [Split(layers, split.axis)])
-        elif split.dim > layers:
-            x = split.axis.all_to_all(x, split.dim, layers, tiled=True)
+            x = shards.gather(x, [Split(layers_dim, split.axis)])
+        elif split.dim > layers_dim:
+            x = split.axis.all_to_all(x, split.dim, layers_dim, tiled=True)
     return x
 
 
@@ -330,8 +330,8 @@ def _first(tree: PyTree, lead: int) -> PyTree:
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuses a split of a dim of layers that is not the last one: only the last one is divided
-    among the owners."""
+    """Refuses a split of any dim of layers but the last: only the last is divided among the
+    owners."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -347,16 +347,16 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
     `shape` is the shape on a device of a gradient or parameter that has layers; it is a share along
     `splits`.
     """
-    layers = way.lead - 1  # the last dim of layers
+    layers_dim = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that
     # split no dim (`inner`). A split of the layers themselves has divided a share already.
-    divided = [split for split in splits if split.dim == layers]
+    divided = [split for split in splits if split.dim == layers_dim]
     left = [split for split in way.splits if split not in divided]
     owners = math.prod(split.axis.size() for split in [*left, *way.inner])
-    if shape[layers] % owners:
+    if shape[layers_dim] % owners:
         raise ValueError(
-            f"optimizers.by_matrix: {way.name} has {shape[layers]} layers on a device (dim "
-            f"{layers} of {shape}), which must be a multiple of {owners}, the number of their "
+            f"optimizers.by_matrix: {way.name} has {shape[layers_dim]} layers on a device (dim "
+            f"{layers_dim} of {shape}), which must be a multiple of {owners}, the number of their "
             "owners. Use optimizers.whole, or other axes."
         )
 

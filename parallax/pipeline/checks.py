@@ -157,8 +157,8 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuses with a `ValueError` a head that sums over the stages a value that each stage computes
-    from its own `x`.
+    """Refuses with a `ValueError` a head whose sum over the stages includes values that each stage
+    computes from its own `x`.
 
     Every stage runs the head, but only the last stage's `x` is the model's output.
     """
@@ -168,10 +168,10 @@ def head(traced: Traced, axis: Axis) -> None:
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
-                f"pipeline: the head sums over {name!r} a value that each stage computes from its "
-                "own x, and only the last stage's x is the model's output. Return the loss of "
-                "this x, without a sum over stages or weights by the stage's index; or, for a "
-                "head that the stages share, begin with x = pipeline.from_last(x, axis)."
+                f"pipeline: the head's sum over {name!r} includes values that each stage computes "
+                "from its own x, and only the last stage's x is the model's output. Return the "
+                "loss of this x, without a sum over stages or weights by the stage's index; or, "
+                "for a head that the stages share, begin with x = pipeline.from_last(x, axis)."
             )
 
 

@@ -60,6 +60,7 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
+    # Each pair is a function, and the lane in whose ticks it runs.
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]

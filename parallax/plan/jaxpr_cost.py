@@ -379,8 +379,8 @@ class Reading:
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        # The index is the result of `platform_index`. An outer call whose line is used (`at`) stays
-        # in use.
+        # The index is the result of `platform_index`. If the line of an outer call is used (`at`),
+        # the branch gets this line too.
         if index.branch is not None:
             return self._inlined(
                 eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None

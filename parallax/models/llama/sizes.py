@@ -149,7 +149,7 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that a layout must divide, as `Layout.check` takes them."""
+        """The sizes that a layout splits, and so must divide, as `Layout.check` takes them."""
         sizes = {
             "layers": self.layers,
             "heads": self.heads,
