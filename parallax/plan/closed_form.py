@@ -475,15 +475,16 @@ def _passes(
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
-    # Each array in a slot is written once and read once.
+    # A forward call copies the kept arrays into a slot, and a backward call copies them out. Each
+    # copy is one read and one write.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
         * size.layers
         * (size.forward + size.backward)
     )
-    # W may have jobs of its own. Then the arrays that I computes for W (`handed`) wait in slots
-    # too, beside the kept arrays.
+    # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
+    # into a slot, and W copies them and the kept arrays out.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))

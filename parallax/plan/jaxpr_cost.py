@@ -69,8 +69,8 @@ class Reading:
 
     def hold(self, value: Value) -> Buffer | None:
         """Gives the root of a value a buffer, if it has none, and returns the buffer. Returns None
-        for a value of at most 64 bytes that is made only of literals: a compiler makes it a
-        constant."""
+        for a value of at most 64 bytes that is made only of literals, which needs no memory of
+        its own."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -554,8 +554,8 @@ class Reading:
         )
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
-        # subtracted. In compiled steps they were `habits.near` in a loop of the program itself,
-        # half of that in a loop inside one other loop, and so on.
+        # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
+        # one other loop, and so on.
         near = self.habits.near // len(self.frames) if innermost else 0
         inner = max(0, peak.bytes - near) + sum(size for size, _ in slice_copies)
         self.emit(
