@@ -52,14 +52,15 @@ class Layout:
         tensor: devices that share each layer's heads and hidden units.
         replica: groups of `data` replicas each, with a slower network between the groups (HSDP).
             Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced inside
-            a group, and then their shares, 1/n of the bytes, are reduced between groups.
+            a group, and then each device's share of them (1/n, for n devices in a group) is reduced
+            between groups.
         expert: devices among which each layer's experts are split; tokens travel to their experts.
             In all else the axis behaves like `data`: its devices take different sequences. ZeRO
             splits its state only over `data` and `context`. See `parallax.experts`.
         context: devices among which the tokens of each sequence are split; attention passes the
             keys and values around these devices. See `parallax.context`.
-        microbatches: the parts of a replica's batch. They run one after another, or, with stages,
-            follow each other through the stages; their gradients are accumulated.
+        microbatches: the number of parts of a replica's batch. The parts run one after another, or,
+            with stages, follow each other through the stages; their gradients are accumulated.
         chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
             its bubble is smaller.
         zero: the stage of ZeRO. The replicas split between them, instead of holding copies: from 1
@@ -73,17 +74,19 @@ class Layout:
         schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
             `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
             inside a stage, `one_f_one_b` or `zero_bubble`. The default allows chunks, and any
-            collectives and recomputation in a stage, which would make other schedules slower;
-            docs/pipeline.md has the measured times of all.
+            collectives and recomputation in a stage. These would make other schedules slower.
+            docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
-            activation, which all t hold whole, to the next stage, which gathers it. It is for
-            stages on different machines. See `pipeline.split_over`.
+            activation to the next stage. All t devices hold the whole activation, and the next
+            stage gathers the parts. It is for stages on different machines. See
+            `pipeline.split_over`.
         processes: the number of processes, each of which drives equally many devices.
 
     Raises:
-        ValueError: a size below 1, or a choice that is not known; a choice that has nothing to act
-            on; with chunks, microbatches that are not a multiple of the stages; processes that do
-            not divide the devices. The message proposes the nearest layout that works.
+        ValueError: a size below 1, or a choice that is not known; a choice without effect, such as
+            chunks without stages; with chunks, microbatches that are not a multiple of the stages;
+            processes that do not divide the devices. The message proposes the nearest layout that
+            works.
     """
 
     data: int = 1
@@ -127,7 +130,7 @@ class Layout:
     @property
     def replicas(self) -> int:
         """The number of parts of the batch, each of which is computed by one copy of the model;
-        copies along the axis `expert` have their experts in common."""
+        the copies along the axis `expert` share one set of experts."""
         return math.prod(self.axes[name] for name in self.batch_axes)
 
     @property
@@ -181,8 +184,8 @@ class Layout:
     # The batch and the shards, for the recipe and the plan
 
     def global_batch(self, sequences: int) -> int:
-        """Returns the number of sequences of a step if each microbatch has `sequences` on a
-        device."""
+        """Returns the number of sequences of a step, for microbatches of `sequences` sequences on
+        each device."""
         return sequences * self.microbatches * self.replicas
 
     def sequences(self, batch: int) -> int:
@@ -279,7 +282,8 @@ class Layout:
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
         # `misread` are the sentences for parts that could not be read as they are. `_known_name`
-        # adds one for an unknown name, for which it returns the name of closest spelling.
+        # adds one for an unknown name, for which it returns the name of closest spelling. A part
+        # without a value gets one, too, but only for the proposal.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -325,7 +329,8 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
-        `misread` are the sentences for faults of the text; in `written` these are already mended.
+        `misread` are the sentences for faults of the text. In `written`, names and values are
+        already corrected for the proposal.
         """
         # The first fault of the text, if there is one, begins the message.
         message = validate.refusal(
@@ -360,8 +365,8 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _value_of_bare(name: str) -> Any:
-    """Returns the value of a field that is written without a value: True for a field of True or
-    False, as in `sequence`, else the field's default."""
+    """Returns the value to propose for a field that is written without one: True for a boolean
+    field, such as `sequence`, else the field's default."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 

@@ -151,10 +151,10 @@ def spmd(
 
     Raises:
         ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
-            than its array's rank, or splits a dim that does not divide; or an array has the spec
-            None. The message names the leaf. It is raised too if the call is inside another `spmd`
-            or `shard_map`, or under `jax.set_mesh` of a mesh with other axes; or if some axes are
-            Auto and others Explicit.
+            than its array's rank, or splits a dim that is no multiple of the number of devices; or
+            an array has the spec None. The message names the leaf. It is raised too if the call is
+            inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes;
+            or if some axes are Auto and others Explicit.
     """
 
     def mapped(*arguments):
@@ -210,13 +210,13 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
     if context.manual_axes:
         names = ", ".join(map(repr, context.manual_axes))
         raise ValueError(
-            "mesh.spmd maps over all axes of its mesh, and this call is inside a map already, "
-            f"which runs over {names}. Inside, call the function itself, on the local blocks that "
-            "are there; or call mesh.spmd outside, under jax.jit."
+            "mesh.spmd maps over all axes of its mesh, but this call is inside a map already, "
+            f"which runs over {names}. Inside that map, call the function itself with the local "
+            "blocks; or call mesh.spmd outside the map, under jax.jit."
         )
     if not context.empty and list(context.shape.items()) != list(mesh.shape.items()):
         raise ValueError(
-            f"mesh.spmd was given the mesh {dict(mesh.shape)}, and jax.set_mesh has set another, "
+            f"mesh.spmd was given the mesh {dict(mesh.shape)}, but jax.set_mesh has set another, "
             f"{dict(context.shape)}. Pass that mesh as mesh=, or call outside of jax.set_mesh."
         )
     types = mesh.axis_types if context.empty else context.axis_types
@@ -365,7 +365,8 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Raises `ValueError` for an array whose spec is None, the spec of a leaf that is no array."""
+    """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays have this
+    spec."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
@@ -409,7 +410,7 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
         size = math.prod(mesh.shape[name] for name in entry_axes(entry))
         if leaf.shape[dim] % size:
             raise ValueError(
-                f"{where}: dim {dim} of shape {leaf.shape} must divide by {size}, the size of "
-                f"mesh axis {' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or "
+                f"{where}: dim {dim} of shape {leaf.shape} must be a multiple of {size}, the size "
+                f"of mesh axis {' x '.join(map(repr, entry_axes(entry)))}. Choose another dim, or "
                 "replicate this leaf with P()."
             )

@@ -1867,7 +1867,7 @@ ORDINARY = (
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
     Mutant(
         "ShardMap.note_layers",
-        " - self.exchanged - sent",
+        " - self.exchanged - axes_sent_over",
         " - self.exchanged",
         "test_lint_shards.py -k layers_that_are_no",
     ),

@@ -383,7 +383,7 @@ WRONG_FIELDS = [
     ({"n_layer": True}, r"needs a number for n_layer"),
     ({"n_layer": 2}, r"h\.2\..* \(and 11 more\) is no part of a GPT-2 of n_layer=2"),
     ({"n_layer": 4}, r"h\.3\..* \(and 11 more\) is missing, .* n_layer=4"),
-    ({"n_head": 5}, r"config\.json: gpt2\.Config: width=12 must divide by heads=5"),
+    ({"n_head": 5}, r"config\.json: gpt2\.Config: width=12 must be a multiple of heads=5"),
     ({"attn_pdrop": 1.5}, r"config\.json: gpt2\.Config needs attention_dropout"),
 ]
 
@@ -602,7 +602,7 @@ def test_a_sample_sees_the_last_window_and_no_more():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 10, "heads": 4}, r"width=10 must divide by heads=4. Use heads=2"),
+        ({"width": 10, "heads": 4}, r"width=10 must be a multiple of heads=4. Use heads=2"),
         ({"layers": 0}, r"needs layers of 1 or more; got 0"),
         ({"vocabulary_multiple": 0}, r"needs vocabulary_multiple of 1 or more; got 0"),
         ({"dropout": 1.0}, r"needs dropout from 0 up to, not including, 1; got 1.0"),

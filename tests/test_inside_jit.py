@@ -273,14 +273,14 @@ def test_a_map_inside_a_map_is_refused(over, manual):
     world = MESHES[over]()
     said = (
         f"this call is inside a map already, which runs over {', '.join(map(repr, manual))}. "
-        "Inside, call the function itself, "
+        "Inside that map, call the function itself with "
     )
     spec = P(manual[0])
     outer = jax.shard_map(
         summed(world), mesh=world, in_specs=spec, out_specs=spec, axis_names=set(manual)
     )
     with pytest.raises(
-        ValueError, match="^mesh.spmd maps over all axes of its mesh, and " + re.escape(said)
+        ValueError, match="^mesh.spmd maps over all axes of its mesh, but " + re.escape(said)
     ):
         jax.jit(outer)(mesh.place(X, spec, world))
 
@@ -290,7 +290,7 @@ def test_a_map_inside_a_map_is_refused(over, manual):
 def test_another_mesh_than_the_set_one_is_refused_and_the_cures_work(over):
     world, other = MESHES[over](), mesh.make(data=8)
     said = (
-        "mesh.spmd was given the mesh {'data': 4, 'tensor': 2}, and jax.set_mesh has set another, "
+        "mesh.spmd was given the mesh {'data': 4, 'tensor': 2}, but jax.set_mesh has set another, "
         "{'data': 8}. Pass that mesh "
     )
     with jax.set_mesh(other):

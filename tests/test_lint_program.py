@@ -254,7 +254,7 @@ def short_convolution(x, w):
 
 UNDER, MARK, TWICE = "collective-under-a-predicate", "lost-varying-mark", "summed-twice"
 EACH, SAME, WIDE = "sum-in-a-loop", "same-every-trip", "wide-product"
-OTHER = ("was summed over 'x' at", "4 equal copies of float32[]", "the result is 4 times it")
+OTHER = ("was summed over 'x' at", "4 equal copies of float32[]", "the result is 4 times one copy")
 PAIRS = [
     Pair(
         UNDER,
@@ -515,7 +515,7 @@ def test_a_region_declared_to_be_short():
     assert (found.kind, "declared" in found.harm) == (WIDE, True)
     short = [jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for leaf in (ROWS, WEIGHTS)]
     assert lint.program(f, *short, compute=jnp.bfloat16) == []
-    with pytest.raises(ValueError, match="16-bit type of a region; got"):
+    with pytest.raises(ValueError, match="needs a 16-bit type as `compute`; got"):
         lint.program(f, ROWS, WEIGHTS, compute=jnp.float32)
 
 
@@ -525,7 +525,7 @@ def test_the_report():
     assert (where, end) == (f"{line_of_the_mistake(psum_twice)}: summed-twice", "lint: 1 found.")
     assert "this sum over 'x'" in harm
     assert cure.startswith(
-        "    Cure: Leave this sum out; multiply by 4 if that is what is meant. Gradients of weights"
+        "    Cure: Leave this sum out; multiply by 4 if that is what is meant. JAX itself already "
     )
     assert lint.report([]) == "lint: nothing found."
 

@@ -98,7 +98,7 @@ def test_a_large_leaf_that_only_the_replicas_can_share():
 
 
 def suggested(found):
-    return evaluated(r"Ask (.*) first\.$", found.cure)
+    return evaluated(r"Put the rule (.*) before the others\.$", found.cure)
 
 
 def test_an_axis_that_splits_nothing(devices):

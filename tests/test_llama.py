@@ -97,11 +97,11 @@ def test_grouped_attention_is_that_of_each_head(heads, groups, first):
 def test_groups_that_were_not_picked_are_refused():
     q, k = jnp.zeros((1, 3, 2, 4)), jnp.zeros((1, 3, 4, 4))
     with pytest.raises(
-        ValueError, match=r"heads of q that are a multiple of .*; got q with 2, k and v with 4"
+        ValueError, match=r"heads of q that is a multiple of .*; got 2 of q and 4 of k and v"
     ):
         grouped(q, k, k)
     with pytest.raises(
-        ValueError, match=r"4 heads of queries share one .* these 2 need 1; got k and v with 2"
+        ValueError, match=r"4 heads of queries share one .* so 2 heads of queries need 1 .*; got 2"
     ):
         grouped(q, k[:, :, :2], k[:, :, :2], sharers=4)  # of 8 heads and 2 groups on 4 devices
     assert grouped(q, k[:, :, :1], k[:, :, :1], sharers=4).shape == q.shape
@@ -145,8 +145,8 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"groups": 3}, r"heads=4 must divide by groups=3\. Use groups=2"),
-        ({"width": 18}, r"width=18 must divide by heads=4\. Use heads=3"),
+        ({"groups": 3}, r"heads=4 must be a multiple of groups=3\. Use groups=2"),
+        ({"width": 18}, r"width=18 must be a multiple of heads=4\. Use heads=3"),
         ({"width": 18, "heads": 6, "groups": 1}, r"an even head_width, .*; got 3"),
         ({"head_width": 5}, r"an even head_width, .*; got 5"),
         ({"hidden": 0}, r"needs hidden of 1 or more; got 0"),

@@ -259,7 +259,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"rope_scaling": {"rope_type": "default"}},
-            r"rope_type must be the same in both places",
+            r"rope_type must be the same wherever the file states it",
         ),
         (
             "llama",
@@ -279,7 +279,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"rope_theta": 9.0},
-            r"rope_theta must be the same in both places; it is 500\.0 and 9\.0",
+            r"rope_theta must be the same wherever the file states it; it is 500\.0 and 9\.0",
         ),
         (
             "llama",

@@ -219,13 +219,13 @@ REFUSED = {  # what is wrong: (the weight's spec, what is said of it after its p
     ),
     "does not divide": (
         P("data"),
-        "{spec}: dim 0 of shape (6, 8) must divide by 4, the size of mesh axis 'data'. Choose "
-        "another dim, or replicate this leaf with P().",
+        "{spec}: dim 0 of shape (6, 8) must be a multiple of 4, the size of mesh axis 'data'. "
+        "Choose another dim, or replicate this leaf with P().",
     ),
     "several axes do not divide": (
         P(("tensor", "data")),
-        "{spec}: dim 0 of shape (6, 8) must divide by 8, the size of mesh axis 'tensor' x 'data'. "
-        "Choose another dim, or replicate this leaf with P().",
+        "{spec}: dim 0 of shape (6, 8) must be a multiple of 8, the size of mesh axis "
+        "'tensor' x 'data'. Choose another dim, or replicate this leaf with P().",
     ),
 }
 

@@ -5,7 +5,8 @@
 
     lint.check(train, state, batch)  # raises an error for mistakes that change the numbers
 
-`run.fingerprint.differing(state)` compares the copies of live arrays.
+Mistakes that the program does not show, such as copies of an array that differ, are found in live
+arrays by `run.fingerprint.differing(state)`.
 
 Each finding has a line, a sentence and a cure. A finding may be no mistake, and a program without
 findings may have mistakes.

@@ -83,7 +83,8 @@ class Flat:
         ours: the function that returns the jaxpr of a collective of this library.
         types: the type of each value.
         nodes: the operations.
-        literals: the numbers that are written into the program, by the number of the value.
+        literals: the constant of each value that is written into the program, by the value's
+            number.
         arguments: the numbers of the arguments' values.
         results: the numbers of the results' values.
         made: the operation that makes each value, by the value's number; no operation makes
@@ -152,7 +153,8 @@ class Flat:
         if name == COND:
             return self._conditional(eqn, inputs, scope)
         ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
-        if ours and eqn.params["name"] == remat.GATHERED:  # as `zero.gathered` names its gathers
+        if ours and eqn.params["name"] == remat.GATHERED:
+            # `zero.gathered` names its gathers so. A loop repeats them on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
         sent = values.sent(eqn, ours)  # the collective, or None
         # A collective of this library that is made of several others is opened like a call.

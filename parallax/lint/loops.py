@@ -3,7 +3,8 @@ same result.
 
 A `Value` has the facts of a value. Its `parts` are the sums and carries that it is a linear
 function of. Its `differs` are the axes along which it differs between devices. Its `trip` is the
-depth of the innermost loop that changes it, or 0 if none does.
+depth of the innermost loop that changes it, or 0 if none does. A part is *spoiled* if the loop's
+body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The findings in a program: each function makes one from its facts.
+"""The findings in a program: each function makes the finding for one kind of mistake.
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
 devices along them together. `where` is the caller's source line. `trips` is the number of trips of
@@ -65,11 +65,10 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
         "summed-twice",
         where,
         f"this sum over {named(axes)} adds {size} equal copies of {shown(aval)}, which {why}: the "
-        f"result is {size} times it, "
-        f"for {_bytes(nbytes(aval))} that need not move.",
-        f"Leave this sum out; multiply by {size} if that is what is meant. Gradients of weights "
-        "that are the same everywhere JAX "
-        "sums by itself: grads.averaged makes their mean.",
+        f"result is {size} times one copy, and {_bytes(nbytes(aval))} are sent without need.",
+        f"Leave this sum out; multiply by {size} if that is what is meant. JAX itself "
+        "already sums the gradients of weights that are the same on all devices: grads.averaged "
+        "makes their mean.",
     )
 
 
@@ -82,7 +81,7 @@ def same_every_trip(
         where,
         f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which "
         "no trip of the loop changes, "
-        f"and repeats it {_times(trips)}.",
+        f"and runs {_times(trips)}.",
         "Move it before the loop and use its result in each trip (for parameters: "
         "zero.gathered_once round grads.accumulated).",
     )
@@ -100,7 +99,7 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
         "Add up the parts of each device in the loop and sum over the devices after it: "
         "grads.averaged round grads.accumulated. "
         "If JAX made this sum, of a gradient, cast the parameters to varying before they are "
-        "differentiated, as these do.",
+        "differentiated, as both functions do.",
     )
 
 
@@ -160,7 +159,7 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
         where,
         f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)}, whose "
         "layers dim is split over "
-        f"{named(axes)}, as the batch is, and gathers none: each of {size} replicas runs other "
+        f"{named(axes)}, as the batch is, and gathers no layer: each of {size} replicas runs other "
         "layers, on its own rows.",
         "Split another dim, rules.fsdp(..., keep={'blocks.**': (0,)}), and gather each layer with "
         "zero.gathered; or split the "
@@ -178,11 +177,11 @@ def reduced_over_a_split_dim(
         where,
         f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or "
         "over groups that are cut, "
-        f"and meets that dim again with no collective between: each of {size} devices takes the "
-        "mean or norm of its own part.",
-        f"Complete it first: jax.lax.pmean or psum over {named(axes)}; of a softmax's maximum "
-        "pmax. Or split whole groups or "
-        "heads, and count those of a device.",
+        f"and its result meets that dim again with no collective between: each of {size} devices "
+        "takes the mean or norm of its own part.",
+        f"Complete it first: jax.lax.pmean or psum over {named(axes)}, or pmax for the "
+        "maximum of a softmax. Or split whole groups or heads, and use the number of them that "
+        "one device has.",
     )
 
 
@@ -225,8 +224,9 @@ REPEATED = {  # kind: the numbers, the harm and the cure
 def repeated_on_each_device(
     kind: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding of a `kind` in REPEATED: each device has the same numbers for different
-    elements of a split dim."""
+    """Returns the finding of a `kind` in the table `REPEATED`, which has three texts for it: the
+    numbers, the harm and the cure. Each device has the same numbers for different elements of a
+    split dim."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
     return Finding(kind, where, f"{meeting}: {harm}", cure)
@@ -310,8 +310,8 @@ def wide_product(
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
         f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
-        "multiply-adds at its slower rate, of operands of "
-        f"{_bytes(sum(nbytes(aval) for aval in wide))} instead of half.",
+        "multiply-adds at the slower rate of that type, of operands of "
+        f"{_bytes(sum(nbytes(aval) for aval in wide))} instead of half as many.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
         "preferred_element_type=jnp.float32 if they matter.",
     )

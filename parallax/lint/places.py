@@ -17,8 +17,8 @@ LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a resha
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
-    """Returns the axes that split dims of which a device has several rows, so that its block may
-    not stand for the whole dim. `shape` is that of the device's block.
+    """Returns the axes that split dims of which a device has several rows: a reduction of its block
+    is not one of the whole dim. `shape` is that of the device's block.
     """
     # A dim with one row on each device may count models, as in an ensemble, so it is left out.
     pairs = zip(dims, shape, strict=True)

@@ -101,7 +101,7 @@ def program(
     """
     if compute is not None and not values.is_narrow(jnp.dtype(compute)):
         raise ValueError(
-            f"lint.program: compute is the 16-bit type of a region; got {compute}. Use "
+            f"lint.program needs a 16-bit type as `compute`; got {compute}. Use "
             "jnp.bfloat16, or leave it out."
         )
     try:

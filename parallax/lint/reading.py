@@ -5,7 +5,9 @@ A `Flat` program is a list of operations (`Node`s), whose values are numbered. A
 facts of one value. `differs` are the axes along which it differs between devices. `trip` is the
 depth of the innermost loop that changes it. `parts` are the sums and carries of a loop that it is a
 linear function of. `shard` is the argument whose elements it has. `sent` is the collective of a
-node, or None. A collective of this library is one equation, whose jaxpr `ours` returns.
+node, or None. A collective of this library is one equation, whose jaxpr `ours` returns. `map` is
+the `shard_map` around the operation, or None. While a reading is `silent`, facts are followed and
+no mistake is noted.
 """
 
 import contextlib
@@ -42,14 +44,16 @@ class Reading:
     """
 
     def __init__(self, *, narrow: bool):
-        """Begins a reading without findings. The three caches go by the ids of jaxprs, equations
-        and programs."""
+        """Begins a reading without findings. The caches (`known` and below) go by the ids of
+        jaxprs, equations and programs."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
-        self.silent = False
-        self.map: ShardMap | None = None
+        self.silent = False  # whether mistakes are not noted
+        self.map: ShardMap | None = None  # around the current operation
         self.loops: list[Loop] = []
+        # "cond" or "while", and the axes along which the predicate differs between devices.
         self.predicates: list[tuple[str, frozenset[str]]] = []
+        # A program -> the facts of all its values, by their numbers.
         self.known: dict[int, list[Value]] = {}
         # A jaxpr and the operation that contains it -> the list of its operations.
         self._flats: dict[tuple[int, int], Flat] = {}
@@ -159,13 +163,13 @@ class Reading:
         results = self._collective(node, inputs) if node.sent else self._plain(node, inputs)
         if self.map is None:
             return results
-        note = _ignore if self.silent else self.map.note
+        note = _ignore if self.silent else self.map.note  # `_ignore` does nothing
         # Mistakes with dims are noted only in the forward pass. JAX names the operations of the
         # backward pass "transpose(...)".
-        in_forward = _ignore if node.is_within("transpose(") else note
+        note_in_forward = _ignore if node.is_within("transpose(") else note
         # Three records with parts of each result's facts: its numbers, its dims, and the argument
         # whose elements it has.
-        spreads = after(program, node, inputs, self.map.sizes, in_forward)
+        spreads = after(program, node, inputs, self.map.sizes, note_in_forward)
         places = self.map.places(program, node, inputs, note)
         return [
             numbers.with_dims_of(dims._replace(**place))
@@ -177,6 +181,7 @@ class Reading:
         if node.name in mistakes.PRODUCTS and not self.silent:
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
+            # `_large` leaves out axes of one device, along which nothing differs.
             return [Value(differs=self._large(in_tuple(node.eqn.params["axis_name"])))]
         if node.name != CHOSEN:  # the branches of a conditional were opened into this program
             self._read_kernels(node, inputs)
@@ -210,7 +215,7 @@ class Reading:
     def _shard_map(self, node: Node, inputs: list[Value]) -> list[Value]:
         """Reads the body of a `shard_map`, and returns the facts of its results outside of it."""
         params, outside = node.eqn.params, self.map
-        # It looks up facts in `known`, and opens loops by `self.body`.
+        # A `ShardMap` looks up facts in `known`, and opens loops by `self.body`.
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
@@ -298,9 +303,9 @@ class Reading:
     def _read_body(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts of the results of a loop's body, and notes its mistakes, also the sums
-        that could follow the loop. The carries, at the places `carries` of `arguments`, have the
-        facts of any trip.
+        """Returns the facts of the results of a loop's body, and notes its mistakes. One kind is a
+        sum over devices that could be taken once, after the loop. The carries, at the places
+        `carries` of `arguments`, have the facts of any trip.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -352,7 +357,7 @@ class Reading:
                     self.note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
-            elif loop:  # other collectives are no linear functions that are followed
+            elif loop:  # of the collectives, only sums are followed as linear functions
                 loop.spoil([value])
         return results
 
@@ -368,8 +373,8 @@ class Reading:
         # `axes_of_type` gives the axes along which a type varies.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
-        # A lost mark makes gradients wrong. Integers and numbers written into the program have
-        # none.
+        # A lost mark makes gradients wrong. Integers, and numbers written into the program, have no
+        # gradients.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (

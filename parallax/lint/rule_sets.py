@@ -54,8 +54,8 @@ def rules(
         rule: the rule, from a leaf's path and the leaf to its spec.
         mesh: the mesh.
         batch: the specs of the batch. A weight that is split like the batch is refused: each device
-            would multiply its rows by its own part of the weight. If the weight is gathered first,
-            two devices do the same work.
+            would multiply its rows by its own part of the weight. Only `rules.fsdp` and
+            `rules.experts` may split a weight like the batch.
         large: the bytes of a large leaf, as a whole.
         limit: the bytes of a device; None for no limit.
     """
@@ -120,7 +120,7 @@ def _whole(
             f"every device holds all {nbytes(leaf):,} bytes of this leaf of shape {leaf.shape}; "
             f"split over {axis!r}, it "
             f"would hold {nbytes(leaf) // mesh.shape[axis]:,}.",
-            f"Ask {code} first.",
+            f"Put the rule {code} before the others.",
         )
     ]
 

@@ -78,7 +78,8 @@ class ShardMap:
         ours: Callable[[JaxprEqn], Jaxpr],
     ) -> tuple[list[Value], list[Dims]]:
         """Returns the facts of the body's arguments, and the axes that split the dims of its
-        results. Also sets `trained` and `exchanged`.
+        results. Also sets `trained`, the numbers of the trained arguments, and `exchanged`, the
+        axes of permutes and all-to-alls: along these, `note_layers` accepts a split of the layers.
 
         Args:
             jaxpr: the body.
@@ -183,12 +184,12 @@ class ShardMap:
     ) -> Dims | None:
         """Returns the dims of a gathered array; None if its blocks are not in order.
 
-        They are in order if the innermost axes of the dim are gathered, in their order. Notes
-        floating-point blocks out of order; integers are data, such as tokens of a batch, whose
-        order does no harm.
+        The blocks are in order if the gather goes over the innermost axes of the dim, in the order
+        of its spec. Notes floating-point blocks out of order; integers are data, such as tokens of
+        a batch, whose order does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
-        axes = self._large(node.sent.axes if node.sent else ())  # those of several devices
+        axes = self._large(node.sent.axes if node.sent else ())  # the axes of several devices
         # Without such axes nothing is gathered. A gather along a new dim is not followed.
         if not axes or len(before) != len(after):
             return dims if before == after else None
@@ -263,8 +264,8 @@ class ShardMap:
                 axes = known[value].differs & set(node.sent.axes)
                 # The arguments that the summed value is made from element by element.
                 arguments = updates.origins(program, value) & set(program.arguments)
-                # Devices that train different models, as islands do, each clip by their own norm:
-                # there, an argument that differs along the axes, a weight, is among the origins.
+                # If the devices train different models, as islands do, each should clip by its own
+                # norm. The sum is then made from weights too: arguments that differ along the axes.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 
@@ -310,14 +311,15 @@ class ShardMap:
             # Layers are slices of a weight: an argument that is trained.
             if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
-            uses, sent = _uses(body, body.arguments[i])
+            uses, axes_sent_over = _uses(body, body.arguments[i])
             # The carries that the layers change, and the axes along which they depend on the batch.
-            # An axis whose index the carry depends on does not count: a pipeline chooses by it.
+            # An axis does not count if the carry depends on the device's index along it, by which a
+            # pipeline's stages choose their inputs.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
-            # `dims[0]` has the axes that split the layers. Programs that send along an axis are
-            # accepted.
-            along = fed & set(shard.dims[0]) - self.exchanged - sent
+            # `dims[0]` has the axes that split the layers. Programs that send the layers, or
+            # exchange anything, along an axis are accepted.
+            along = fed & set(shard.dims[0]) - self.exchanged - axes_sent_over
             if along:
                 facts = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
                 self.note(mistakes.layers_not_gathered, loop, *facts)

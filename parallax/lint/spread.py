@@ -9,12 +9,15 @@ are mistakes. Either the term meets the split dim again, as in a norm or a softm
 is the same on all devices, such as a bias, is added to the term. Only values of the forward pass
 that have a dim of the batch's rows are checked; gradients and updates have the dims of weights.
 
-A `Dim` has the facts of a dim. `split` are the axes that split it, and `within` those that split
-the dim of which a reshape made it an inner part. `rows` says whether it counts the batch's rows.
-`drawn` and `counted` say whether its elements were drawn at random, or made by counting on the
-device. `parts` are the slices of split dims that it is made of. A *term* is a device's part of a
-reduction over a split dim (`Term`). The rules, one for each kind of operation, take the facts of
-the operands (`inputs`) and return those of the results.
+A `Dim` has the facts of a dim. `split` are the axes that split it. If a reshape cut a split dim
+into an outer and inner dims, the inner ones are `within` the axes of that dim. `rows` says whether
+it counts the batch's rows. `drawn` and `counted` say whether its elements were drawn at random, or
+made by counting on the device. `parts` are the slices of split dims that it is made of. A *term* is
+a device's part of a reduction over a split dim. A `Term` says whether the value is still a linear
+function of the part (`is_linear`), whether the reduction is a maximum or minimum (`is_peak`), and
+which operation added a value that is the same on all devices (`added`). `shared` are the axes by
+whose number of devices a value was divided. The rules, one for each kind of operation, take the
+facts of the operands (`inputs`) and return those of the results.
 """
 
 import functools
@@ -152,7 +155,8 @@ class _Operation:
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a slice. In dims with a stride it notes no part: the elements are no block."""
+        """Follows a slice. A dim with a stride above 1 gets no `Part`, since its elements are no
+        block."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
@@ -252,7 +256,7 @@ class _Operation:
         """
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
-        # Of two slices of one dim, one is kept here, and the other differs from it.
+        # The dict keeps one slice of each split dim; any other slice of that dim differs from it.
         by_source = {part.source: part for part in parts}
         if different := [part for part in parts if part != by_source[part.source]]:
             part = different[0]
@@ -269,7 +273,7 @@ class _Operation:
         """Follows an elementwise operation: joins the dims of its operands one by one, and follows
         the sums that its operands are terms of."""
         rank = len(self.shapes[0])
-        # Without numbers written into the program, whose `dims` are None, and scalar predicates.
+        # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
         if not given:  # a scalar chose between numbers written into the program
             return _new_dims(self.shapes[0])
@@ -283,8 +287,8 @@ class _Operation:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The axes by whose size the result was divided: by it all operands were divided, or this
-        # operation divides.
+        # The result is divided by the size of an axis if all operands are, or if this operation
+        # divides.
         shared = frozenset.intersection(*(value.shared for value in given))
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
@@ -425,7 +429,8 @@ class _Operation:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
                     facts = aval, frozenset({axis})
                     self._mistake(mistakes.added_before_the_sum, term.added, *facts)
-        # As in a ragged all-to-all, which also takes sizes: which operand is which is not followed.
+        # A ragged all-to-all, for example, also takes sizes. Which operand has the data is not
+        # known here.
         if len(inputs) != len(self.shapes):
             return [_new_dims(shape) for shape in self.shapes]
         avals = zip(inputs, self.avals, self.shapes, strict=True)
@@ -472,7 +477,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
     dims = []
     for dim, size, new_size in zip(value.dims, before, after, strict=True):
         split = dim.split - axes
-        # An all-to-all cuts one dim into blocks, which are then split, and joins those of another.
+        # An all-to-all cuts one dim into blocks, so this dim is split after it. It joins the blocks
+        # of another dim, which is then whole.
         if sent.kind == "exchange" and size > new_size:
             split |= axes
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
@@ -481,7 +487,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
     """Returns whether `value` has a dim that is split over `axis`, and none of the values
-    `with_term` has it. They were reduced over such a dim, and now meet it again.
+    `with_term` has this dim. The values `with_term` were reduced over a dim that `axis` splits, and
+    now meet such a dim again.
     """
 
     def split_dims(value):
@@ -514,7 +521,7 @@ def _regrouped(
             regrouped.append(Dim(within=within))
             continue
         # Find the fewest dims before, and the fewest after, whose sizes have the same product.
-        # They are the dims `first` to i - 1 of `before`, and as far as j - 1 of `after`.
+        # They are the dims `first` to i - 1 of `before`, and len(regrouped) to j - 1 of `after`.
         first, i, j = i, i + 1, len(regrouped) + 1
         while (size := math.prod(before[first:i])) != math.prod(after[len(regrouped) : j]):
             if size < math.prod(after[len(regrouped) : j]):

@@ -41,6 +41,7 @@ ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
+# Their results hold functions of single elements of the operands.
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
 # The operations that a number may pass on its way from a reduction to an update.
 PASSED_ON = (
@@ -154,12 +155,12 @@ def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
 ) -> Iterator[Joined]:
     """Yields the reductions of the values in `dims_of`, or of elementwise functions of them, each
-    with the axes that it should go over.
+    with the axes over which a collective should complete the reduction.
 
     For a reduction of all elements to one number, these are the axes `split`. A reduction of some
-    dims counts only if optax made it; its axes are those that split these dims.
-    Nothing is yielded if the elements are rounded somewhere, since a quantiser may have one scale
-    for each shard.
+    dims counts only if optax made it, as one by hand may be meant for a device's own rows; its axes
+    are those that split these dims. Nothing is yielded if the elements are rounded somewhere, since
+    a quantiser may have one scale for each shard.
     """
     # The dims of each value that is followed; None if its elements are not in the same places.
     known: dict[int, Dims | None] = {}
@@ -206,6 +207,7 @@ def origins(program: Flat, result: int) -> set[int]:
         seen.add(value)
         if node and node.name in ("concatenate", "slice", "split"):
             waiting += node.inputs
+        # `PLACED` are elementwise operations, reshapes, transposes and loops.
         elif node and (node.name in PLACED or (node.sent and node.sent.kind == "sum")):
             # An operand of another size, such as a factor or an index, gives no elements.
             size = program.types[value].size
@@ -222,7 +224,8 @@ def scalings(
     Each is a triple: the reduction and its operand (`Joined`), the product or quotient, and the
     value that it scales. No collective over all of `axes` completes the reduction.
     """
-    # With dims that are not split, `reductions` gives axes only to reductions to one number.
+    # `reductions` needs the dims of each value. Here no dim counts as split, since only the places
+    # of the reductions are used below, and not their axes.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):
@@ -278,7 +281,7 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         node = program.made.get(value)
         inputs = node.inputs if node else ()
         full = [operand for operand in inputs if _is_full(program, _bare(program, operand))]
-        if node and node.name in SCALED:
+        if node and node.name in SCALED:  # casts, copies and changes of sign
             waiting += operands(node, value)
         elif node and node.name in ("mul", "div") and len(full) == 1:  # the other is a scalar
             waiting += full

@@ -19,8 +19,8 @@ from parallax import jaxprs
 NO_AXES: frozenset[str] = frozenset()
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
 
-# The results of these hold numbers of the first operand (or the negative of them), at places that
-# do not depend on other operands.
+# Operations whose results hold numbers of the first operand (or their negatives), at places that do
+# not depend on other operands.
 VIEWS = frozenset(
     {
         *("broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice"),
@@ -48,10 +48,10 @@ class Dim(NamedTuple):
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: the axes of a split dim that a reshape divided, if this dim is an inner part of it.
+        within: the axes of the split dim that a reshape cut into an outer dim and this inner one.
         rows: whether the dim counts the batch's rows.
         drawn: whether random numbers were drawn for each element.
-        counted: whether the elements were made of their numbers on the device: 0, 1, 2, ...
+        counted: whether the elements were made of their indices on the device: 0, 1, 2, ...
         parts: the slices of split dims that the elements are made of.
     """
 
@@ -265,8 +265,8 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     made of `ppermute`s.
     """
     kind = _KINDS.get(eqn.primitive.name)
-    # A collective of groups of devices along an axis is not followed as one of its axis. An axis
-    # with a number for a name is one of `vmap`, and no mesh axis.
+    # A collective among groups of an axis's devices is left out, as it does not go over the axis.
+    # An axis with a number for a name is one of `vmap`, and no mesh axis.
     if kind and eqn.params.get("axis_index_groups") is None:
         names = in_tuple(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
         axes = tuple(axis for axis in names if isinstance(axis, str))

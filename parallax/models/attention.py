@@ -49,16 +49,15 @@ def grouped(
     S, G = k.shape[1:3]
     if H % G:
         raise ValueError(
-            f"attention needs heads of q that are a multiple of those of k and v; got q with {H}, "
-            f"k and v with {G}. On "
-            "a device that has some of the heads, pick the groups that they attend to."
+            "attention needs a number of heads of q that is a multiple of the number of heads of "
+            f"k and v; got {H} of q and {G} of k and v. On a device that has some of the heads, "
+            "pick the groups that they attend to."
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
-            f"attention: {sharers} heads of queries share one of keys and values, so that these "
-            f"{H} need {max(H // sharers, 1)}; "
-            f"got k and v with {G}. On a device that has some of the heads, pick the groups that "
-            "they attend to."
+            f"attention: {sharers} heads of queries share one head of keys and values, so {H} "
+            f"heads of queries need {max(H // sharers, 1)} of keys and values; got {G}. On a "
+            "device that has some of the heads, pick the groups that they attend to."
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)

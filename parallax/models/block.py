@@ -80,8 +80,8 @@ def apply(
         weights: the weights of one block.
         x: the residual stream.
         heads: a function from the normalised stream to queries, keys and values by head.
-        feed_forward: a function from the normalised stream to the sum that it adds, and an
-            auxiliary value or None.
+        feed_forward: a function from the normalised stream to the array that is added to the
+            stream, and an auxiliary value or None.
         dropped: a function `(y, site)` that returns `y` with dropout. Each site has its own masks:
             site 1 is after the attention, and site 2 after the feed-forward.
         epsilon: the epsilon of the norms.

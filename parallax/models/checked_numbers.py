@@ -80,7 +80,7 @@ class Checked(NamedTuple):
         total, number = getattr(self.config, size), getattr(self.config, parts)
         if total % number:
             raise ValueError(
-                f"{self.name}: {size}={total} must divide by {parts}={number}. Use "
+                f"{self.name}: {size}={total} must be a multiple of {parts}={number}. Use "
                 f"{parts}={divisor(total, number)}."
             )
 

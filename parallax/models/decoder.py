@@ -179,7 +179,8 @@ def train_step(
         precision.ScaledGrad(grad_of),  # called with the loss scale in the state, or None
         optimizer,
         max_norm=compute.max_norm,
-        reduce_norm_over=tuple(setup.axes.values()),  # adds the shards' sums by these algorithms
+        # The axes, with their algorithms, over which the shards' sums of squares are added.
+        reduce_norm_over=tuple(setup.axes.values()),
         specs=state.specs.model,
     )
 
@@ -433,7 +434,8 @@ def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a function that applies `change` to the blocks of each model of the family in a tree.
-    A state is such a tree: its parameters are a model, and so are the optimizer's moments.
+    `family.model` is the class of the models, and `family.where` picks the blocks of one. A state
+    is such a tree: its parameters are a model, and so are the optimizer's moments.
     """
 
     def is_model(leaf):

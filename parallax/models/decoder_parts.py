@@ -7,10 +7,10 @@ stages holds 1/P of the rows and computes 1/P of the head, so none is slower tha
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` is the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
 that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these further. `all_tokens` goes from that stream to all these tokens. `sum_partials` sums terms for
-all of them back to the stream. `T shard` is the number of a device's tokens in that stream. The
-functions of `decoder_taps` return their argument unchanged, and report it to a recording by
-`bisect`.
+these further. `all_tokens(x)` gathers the tokens of the stream again, so that each device has those
+of its layers. `sum_partials(x)` sums the devices' terms for these tokens, and returns the device's
+tokens of the stream. `T shard` is the number of a device's tokens in that stream. The functions of
+`decoder_taps` return their argument unchanged, and report it to a recording by `bisect`.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -197,7 +197,7 @@ def stages(
         """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
         a tuple of its first fields.
 
-        The vocabulary is split over `axis` and over the stages, the axis `shared`. `copy_to` is the
+        The vocabulary is split over `axis` and over the stages (`shared`). `copy_to` is the
         identity, and sums the stages' cotangents in the backward pass: all stages need the sum for
         their rows of the embedding, and only the first one uses x.
         """
@@ -387,7 +387,7 @@ def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -
     """Refuses with a `ValueError` empty inputs, and windows longer than the model's context."""
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, of a token and the next; got inputs of shape "
+            f"{name} needs one sequence or more, each of two tokens or more; got inputs of shape "
             f"{tokens.shape}."
         )
     if tokens.shape[1] > context:

@@ -5,7 +5,8 @@ rows, tokens, heads and hidden units in different ways can be compared.
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 A tap's `places` are the positions of the elements of a dim in the whole array. `comms`, a
 `tensor.Comms`, knows how tokens are split: `local_tokens` takes this device's part of the tokens
-between layers, and `context_tokens` its part of the tokens inside the layers.
+between layers, and `context_tokens` its part of the tokens inside the layers. `GATHERED` are the
+axes over which ZeRO-3 gathers weights: the taps' specs are without these axes.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from parallax._typing import PyTree, Specs
 from parallax.collectives.types import axes
 from parallax.tensor import Comms
 
-# ZeRO-3 splits weights over these axes, and gathers a weight before it is used.
+# ZeRO-3 splits weights over these axes, and gathers a weight before it is used. So a tap in the
+# model sees weights that these axes do not split, whatever the specs say.
 GATHERED = ("data", "context")
 
 

@@ -85,8 +85,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
         # without segments has no leaf there, and is refused too.
         if not jax.tree.leaves(Batch(*is_read[2]).segments) == [True]:
             raise ValueError(
-                "documents: the layers do not read Batch.segments, so that tokens would see those "
-                "of other documents. Attend by comms.wrap_attention(attend)(q, k, v, "
+                "documents: the layers do not read Batch.segments, so tokens would see "
+                "tokens of other documents. Attend by comms.wrap_attention(attend)(q, k, v, "
                 "segments=...), as models.decoder_parts does, or leave Compute(documents=...) out."
             )
         return stage(*arguments)

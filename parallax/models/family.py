@@ -45,8 +45,8 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Configuration(Protocol):
-    """The sizes of a model. The family's functions may read more of them; the recipe reads only
-    `sizes`, which a layout must divide.
+    """The sizes of a model. The family's functions may read any field. The recipe reads
+    only `sizes`, which a layout must divide.
     """
 
     @property
@@ -71,9 +71,9 @@ class Family:
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
-            `axis`, of this size. With `stage`, which may be None, the rule is for a model whose
-            blocks are [v, L / v, ...], for v chunks per stage. For a configuration with experts the
-            function also takes `expert=`, the axis that splits the experts.
+            `axis`, an axis of `size` devices. With `stage`, which may be None, the rule is for a
+            model whose blocks are [v, L / v, ...], for v chunks per stage. For a configuration with
+            experts the function also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device, to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values

@@ -2,8 +2,9 @@
 code supports.
 
 There are three kinds of fields. *Numbers* state the sizes and rates of the model. Fields of `only`
-must have a value that the code supports. *Free* fields change no logits. Any other field is refused
-by name, so no field that changes what transformers computes is ignored.
+must have a value that the code supports. *Free* fields change no logits. `derived` gives further
+fields like those of `only`, whose supported values depend on the numbers. Any other field is
+refused by name, so no field that changes what transformers computes is ignored.
 """
 
 import hashlib
@@ -57,7 +58,7 @@ class Number:
         if len(set(stated.values())) > 1:
             raise ValueError(
                 f"{' and '.join(stated)} must agree; got {short(stated)}. The model has one number "
-                "for them."
+                "for them: give all of them the same value."
             )
         return self.kind(next(iter(stated.values())))
 
@@ -170,8 +171,8 @@ class Fields:
             self._check_known(fields, {*supported, *derived})
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        passed_on = {*FREE, *self.free, *supported}
-        stated = _as_json({name: fields[name] for name in fields.keys() & passed_on})
+        kept = {*FREE, *self.free, *supported}  # the fields that `save` writes again
+        stated = _as_json({name: fields[name] for name in fields.keys() & kept})
         new = _as_json(self._new(numbers))
         # All fields that the file states, and the free fields that it leaves out. A field of `only`
         # that it leaves out has the value of a new model: no difference.
@@ -237,8 +238,8 @@ class Fields:
         if unknown := sorted(fields.keys() - known - free.keys()):
             raise ValueError(
                 f"{', '.join(map(short, unknown[:5]))} {'is' if len(unknown) == 1 else 'are'} not "
-                "known here, and may change what the model computes. Remove what transformers "
-                "gives the same logits without."
+                "known here, and may change what the model computes. Remove a field only if "
+                "transformers gives the same logits without it."
             )
         for name in fields.keys() & free.keys():
             if free[name] and type(fields[name]) not in free[name]:  # (): any type

@@ -158,8 +158,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
                 shutil.copyfile(file, new / file.name)
     except (OSError, safetensors.SafetensorError) as error:
         raise OSError(
-            f"{name} could not write {folder}: {error}. What was there before is as it was. Free "
-            "some of the disk, or choose another folder."
+            f"{name} could not write {folder}: {error}. The files that were there are unchanged. "
+            "Free some of the disk, or choose another folder."
         ) from error
     return _note(folder, tokenizer)
 
@@ -210,8 +210,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     if differ := sorted(needed.keys() ^ given.keys()):
         has = "has no array" if differ[0] in needed else "has an array that this model has not"
         raise ValueError(
-            f"{name}: the model {has} at {differ[0]} ({len(differ)} in all). Save the whole model, "
-            "and no other."
+            f"{name}: the model {has} at {differ[0]} ({len(differ)} differences in all). Save the "
+            "whole model that belongs to its config."
         )
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
@@ -272,6 +272,6 @@ def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
     if checked == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), "
-            "which is off. Or use float32."
+            "which is off now. Or use float32."
         )
     return checked

@@ -69,14 +69,16 @@ class Leaf:
 
         Raises `ValueError` if a number is too large for the type.
         """
-        array = np.zeros(like.shape, like.dtype)  # its last numbers may be padding, and stay 0
-        parts = array.reshape(self.count, -1)  # a view: the loop writes into `array`
+        array = np.zeros(like.shape, like.dtype)  # the last numbers may be padding, and stay 0
+        # A row for each tensor of the leaf. It is a view: the loop writes into `array`.
+        parts = array.reshape(self.count, -1)
         for part, name in zip(parts, self.names(), strict=True):
             part[: math.prod(self.shape)] = self._turned(stored[name].cast(like.dtype)).reshape(-1)
         return jnp.asarray(array)
 
     def write(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the name and the value of each tensor of the leaf `array`, without padding."""
+        # `self.shape` is the shape in the file; this is the shape in memory, without padding.
         shape = self.shape[::-1] if self.transposed else self.shape
         parts = np.ascontiguousarray(array).reshape(self.count, -1)
         for name, part in zip(self.names(), parts, strict=True):
@@ -207,7 +209,8 @@ def opened(
                 f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
                 "again."
             ) from error
-        wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []  # in one of the two
+        # The names that only one of the file and the index has.
+        wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
         if wrong:
             raise ValueError(
                 f"{file} and {index} must name the same tensors; {some(wrong)} in only one of "
@@ -279,8 +282,8 @@ def check(
     for name, leaf in copies.items():
         if name in stored and leaf.name not in stored:
             raise ValueError(
-                f"{stored[name].place} is there, and {leaf.name} is not, of which it is a copy in "
-                f"{asked}. Store it under that name."
+                f"{stored[name].place} is there without {leaf.name}, whose copy it is in {asked}. "
+                f"Store it as {leaf.name}."
             )
     _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
     for name, tensor in stored.items():
@@ -304,8 +307,9 @@ def _check_names(
 ) -> None:
     """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
 
-    `needed` and `copies` have the leaf of each name; `asked` and `asks` describe the model in
-    errors.
+    `needed` and `copies` have the leaf of each name. `asked` ("a GPT-2 of ...") and `asks`
+    ("config.json asks for: GPT-2 of ...") describe the model in errors. `some` returns, for
+    example, "wte.weight (and 2 more) is".
     """
     files = _files_of(stored)
     if adapters := [
@@ -344,7 +348,7 @@ def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
     if tensor.kind not in FLOATS:
         raise ValueError(
             f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it "
-            "before."
+            "first."
         )
 
 

@@ -43,8 +43,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
             name = "rope_type" if stated_name == "type" else stated_name  # its old name
             if value is not None and rope.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{name} must be the same in both places; it is {short(rope[name])} and "
-                    f"{short(value)}. Correct the file."
+                    f"{name} must be the same wherever the file states it; it is "
+                    f"{short(rope[name])} and {short(value)}. Correct the file."
                 )
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", THETA)
     if not isinstance(kind, str) or kind not in NEEDED:
@@ -57,8 +57,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(rope.keys() - {"rope_type", "rope_theta", *NEEDED[kind]}):
         raise ValueError(
             f"{short(unknown[0])} of the rotary positions is not known here for rope_type "
-            f"{kind!r}, and may change what the model computes. Remove it from the file where "
-            "transformers gives the same logits without."
+            f"{kind!r}, and may change what the model computes. Remove it from the file only "
+            "if transformers gives the same logits without it."
         )
     if missing := [name for name in NEEDED[kind] if name not in rope]:
         raise ValueError(

@@ -4,10 +4,10 @@ Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and valu
 layers. A part that a model does not have is `()`.
 
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
-`comms.all_tokens` goes from the residual stream to all tokens; `comms.row` multiplies by a device's
-rows of a weight and sums over the devices; `comms.copy_to` returns a weight that all devices have,
-and sums its gradients. `decoder_taps.split` returns its argument, and reports it to a recording by
-`bisect`.
+`comms.all_tokens` gathers the tokens of the residual stream that the devices split; `comms.row`
+multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to` returns a
+weight that all devices have, and sums its gradients over the devices. `decoder_taps.split` returns
+its argument, and reports it to a recording by `bisect`.
 """
 
 import functools
@@ -164,14 +164,16 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     splits_queries = heads * devices == config.heads
     if splits_queries and groups * devices == config.groups:
         return layer
-    # A device's heads of queries must share whole heads of keys, or all share one.
+    # A device's heads of queries must use whole heads of keys, each by all its `sharers`; or they
+    # must all use the same head of keys.
     has_all = groups == config.groups and (heads % sharers == 0 or sharers % heads == 0)
     if not (splits_queries and has_all):
         raise ValueError(
             f"llama: with {config.heads} heads of queries and {config.groups} of keys and values "
-            f"on {devices} devices, each needs {config.heads // devices} of queries and, of keys "
-            f"and values, {config.groups} / {devices} or all; this has {heads} and {groups}. Split "
-            f"them as llama.rules(axis, size={devices}) says."
+            f"on {devices} devices, each needs {config.heads // devices} of queries, and "
+            f"{config.groups} / {devices} or all of keys and values; this device has {heads} of "
+            f"queries and {groups} of keys and values. Split them as llama.rules(axis, "
+            f"size={devices}) says."
         )
     # `first` is the head of keys of this device's first head of queries. A device with fewer heads
     # of queries than share one head of keys needs one head.
