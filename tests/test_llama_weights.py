@@ -145,11 +145,13 @@ def test_both_biases_and_norms_of_heads_are_no_model_of_theirs(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"llama\.save needs at most one of bias .*; got bias=True, head_norms=True",
+        match=r"llama\.save can write at most one of bias .*; got bias=True, head_norms=True",
     ):
         llama.save(model, tmp_path)
     model = llama.Llama(dataclasses.replace(TINY, experts=2, shared=4), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"llama\.save needs .* shared=0, .*; got .*, shared=4\."):
+    with pytest.raises(
+        ValueError, match=r"llama\.save can write .* needs shared=0; got .*, shared=4\."
+    ):
         llama.save(model, tmp_path)
 
 

@@ -645,8 +645,8 @@ def test_sums_are_wider_than_bfloat16():
             one_f_one_b_lockstep(4, 4, chunks=2),
             *(lambda params: params, 16, None),
             "pipeline: the blocks' array ['down'] has shape (1, 2, 8, 8) on a stage, and its "
-            "first dim must be the schedule's chunks, 2. Reshape L layers to [2, L / 2, ...] and "
-            "split dim 1 over 'stage'.",
+            "first dim must be 2, the schedule's number of chunks. Reshape L layers to "
+            "[2, L / 2, ...] and split dim 1 over 'stage'.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
@@ -658,8 +658,8 @@ def test_sums_are_wider_than_bfloat16():
                 None,
             ),
             "pipeline: the blocks' array ['up'] has shape (8, 2, 8) on a stage, and its first "
-            "dim must be the schedule's chunks, 1. Reshape L layers to [1, L / 1, ...] and split "
-            "dim 1 over 'stage'.",
+            "dim must be 1, the schedule's number of chunks. Reshape L layers to [1, L / 1, ...] "
+            "and split dim 1 over 'stage'.",
         ),
         (
             one_f_one_b_lockstep(4, 4),

@@ -338,7 +338,7 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(
-                f"axes needs algorithms along {', '.join(axes)}, such as "
+                f"axes must map one of {', '.join(axes)} to an algorithm along that axis, such as "
                 f"axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
             )
         axes[name] = Axis.of(axis)

@@ -386,7 +386,7 @@ class _Update:
         message = (
             f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The "
             f"leaves that the gradient function differentiates ({len(with_gradient)}; it gives "
-            "None for the others) must be those that the optimizer has state for "
+            "None for the others) must be the leaves for which the optimizer has state "
             f"({len(with_state)}). Pass trainable=... to step.init, and split the model by the "
             "same trainable, with eqx.partition, in the gradient function."
         )

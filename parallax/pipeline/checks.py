@@ -91,7 +91,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
                 f"pipeline: {name} has shape {leaf.shape} on a stage, and its first dim must be "
-                f"the schedule's chunks, {schedule.chunks}. Reshape L layers to "
+                f"{schedule.chunks}, the schedule's number of chunks. Reshape L layers to "
                 f"[{schedule.chunks}, L / {schedule.chunks}, ...] and split dim 1 over "
                 f"{axis.names!r}."
             )

@@ -70,8 +70,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
         """Returns one array of the blocks, [L, ...], as [v, P n, ...]: the layers in `rows`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
-                f"pipeline.pad_layers: the table has {table.sum()} layers, and an array of the "
-                f"blocks has shape {w.shape}. The first dim must be the layers."
+                f"pipeline.pad_layers needs blocks of [{table.sum()}, ...], for the layers of the "
+                f"table; got shape {w.shape}. Put the layers into the first dim."
             )
         return w[rows.reshape(len(table), -1)]
 
@@ -240,8 +240,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
-                f"{placement.size}, the places of the model. Pass the values of `Aux.stages`, "
-                "after the mean over microbatches."
+                f"{placement.size}, the number of places in the model. Pass the values of "
+                "`Aux.stages`, after the mean over microbatches."
             )
         return leaf[local_places]
 

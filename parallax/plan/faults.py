@@ -83,7 +83,7 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
-            "plan.faults needs between and save above 0 seconds, and restart of 0 or more; "
+            "plan.faults needs `between` and `save` above 0 seconds, and `restart` of 0 or more; "
             f"got between={between}, save={save}, restart={restart}."
         )
     if max(save, restart) > MOST * between:

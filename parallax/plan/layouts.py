@@ -92,8 +92,8 @@ def search(
     candidates = list(_layouts(config, devices, batch, choices))
     if not candidates:
         raise ValueError(
-            f"search needs a way to split {config.layers} layers, {config.heads} heads and {batch} "
-            f"sequences over exactly {devices} devices, and there is none. Use a batch that "
+            f"search: no layout splits {config.layers} layers, {config.heads} heads and {batch} "
+            f"sequences over exactly {devices} devices. Use a batch that "
             f"is a multiple of {devices}, or another number of devices."
         )
     # A lower bound of the memory drops layouts before their steps are traced.

@@ -78,8 +78,8 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     # `files.save` refuses an object that is no Llama.
     if isinstance(config, Config) and (len(kinds) > 1 or config.shared):
         raise ValueError(
-            "llama.save needs at most one of bias (Qwen 2), head_norms (Qwen 3) and experts "
-            "(Mixtral), and shared=0: no kind of transformers model that it writes has more; got "
+            "llama.save can write at most one of bias (Qwen 2), head_norms (Qwen 3) and experts "
+            "(Mixtral), and needs shared=0; got "
             f"bias={config.bias}, head_norms={config.head_norms}, experts={config.experts}, "
             f"shared={config.shared}. Train a model that fits."
         )
