@@ -44,7 +44,7 @@ class Layout:
     | attention | the family's plain function | `models.flash.attention`, which keeps no scores |
     | layers in a loop's body, ZeRO-3 | 2 | 1: with two the compiler copies all stored arrays |
     | `jax.checkpoint`'s barrier for `remat` | yes | no: stored arrays would be copied |
-    | a pipeline's first slots | zeros on CPUs | not initialised |
+    | a pipeline's first slots | zeros on CPUs, not initialised on GPUs | not initialised |
 
     Args:
         data: replicas, among which the batch is split.
@@ -355,7 +355,7 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed(name: str, text: str) -> Any:
     """Returns `text` as a value of the type of the field `name`; a text that is no such value is
-    returned unchanged."""
+    returned unchanged, for `validate` to refuse."""
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -113,11 +113,11 @@ def update_mixes_a_shard(
         where,
         f"this {operation} takes {shown(aval)}, a shard along {named(axes)}, and goes into the "
         "update of that shard with no "
-        f"collective between: each of {size} devices takes its own number for that of the whole "
-        "array.",
+        f"collective between: each of {size} devices uses its own result in place of that of the "
+        "whole array.",
         "Wrap the optimizer: optimizers.whole or optimizers.by_matrix; clip with "
         "step.make(max_norm=...) or grads.clipped. By "
-        f"hand, sum the squares over {named(axes)} before the root.",
+        f"hand, sum the squares over {named(axes)} before you take the root.",
     )
 
 
@@ -192,9 +192,8 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
         "parts-of-a-split-dim",
         where,
         f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts, "
-        "which are joined here, as those "
-        f"of a fused matrix are: each of {size} devices cuts its own block, and joins other parts "
-        "than the whole layer does.",
+        f"which are joined here, as the parts of a fused matrix are: each of {size} devices cuts "
+        "its own block, and joins other parts than the whole layer does.",
         "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a "
         "matrix for each. An "
         "eqx.nn.LSTMCell or GRUCell, whose gates are stacked, stays whole.",
@@ -207,16 +206,15 @@ REPEATED = {  # kind: the numbers, the harm and the cure
         "the units of all {size} devices get the same ones, as in dropout by the same mask on "
         "every device.",
         "Fold the device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis)) for "
-        "{axes}. To equal one device, draw "
-        "for all units and take this device's slice.",
+        "{axes}. For the numbers of a "
+        "run on one device, draw for all units and take this device's slice.",
     ),
     "counted-on-a-device": (
         "numbers made of 0, 1, 2, ... on each device",
-        "the count begins anew on each of {size} devices, so that all take the first positions, "
+        "the count begins anew on each of {size} devices, so all devices get the first positions, "
         "or the first heads.",
         "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add "
-        "jax.lax.axis_index(axis) * count "
-        "of a device.",
+        "jax.lax.axis_index(axis) * n, if a device has n of them.",
     ),
 }
 

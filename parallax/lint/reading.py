@@ -258,6 +258,8 @@ class Reading:
         # Each trip has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
             arguments[i] = arguments[i]._replace(trip=depth)
+            # `_settle` also sets the carries' facts in `arguments` to those that hold in every
+            # trip.
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
         predicate = Value(constant=True)
         if node.name == "while":

@@ -319,7 +319,7 @@ class _Operation:
         with_term = [value for value in known if axis in dict(value.terms)]
         without = [value for value in known if axis not in dict(value.terms)]
         terms = [dict(value.terms)[axis] for value in with_term]
-        # One term that is no linear function of its sum any more spoils the result.
+        # If one operand is no longer a linear function of its term, neither is the result.
         term = next((term for term in terms if not term.is_linear), terms[0])
         if any(_meets_split_dim(axis, value, with_term) for value in without):
             # To subtract a device's own maximum is no mistake: a softmax may be shifted by any

@@ -77,7 +77,7 @@ class Family:
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device, to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
-            while text is drawn; None: text is drawn without.
+            while text is drawn; None: text is drawn without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.

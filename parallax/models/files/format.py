@@ -1,6 +1,8 @@
 """Reads and writes models of any family, by the family's `Format`, a record of tables.
 
-A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file.
+A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file. The
+file's metadata has two keys: `MEANT` is the fingerprint of the configuration that the weights
+belong to, and `WROTE` the files that were saved with them.
 """
 
 import contextlib

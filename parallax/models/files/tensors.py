@@ -1,7 +1,9 @@
 """The tensors of a model in safetensors files. Their names, shapes and types are read from the
 files' headers and checked before any number is read.
 
-A *leaf* is an array of the model in memory. It is stored as one tensor, or as one for each layer.
+A *leaf* is an array of the model in memory. It is stored as one tensor, or as one for each layer:
+`count` tensors. `_turned` transposes a tensor whose dims have another order in the file than in
+memory.
 """
 
 import contextlib

@@ -204,6 +204,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
         "blocks.attention.out.weight": of_layer("self_attn.o_proj.weight", D, config.heads * K),
     }
     if not config.tied:
+        # `outside`: the name in the file has no prefix, such as "model.".
         table["head"] = Leaf("lm_head.weight", (V, D), outside=True)
     for ours, heads in {
         "query": config.heads,
