@@ -158,8 +158,8 @@ class Layout:
         return {name: places[name] for name in self.axes}
 
     def group(self, device: int, *axis_names: str) -> list[int]:
-        """Returns the devices with which `device` communicates along these axes, itself included,
-        in ascending order, which is the order of their ring.
+        """Returns the devices with which `device` communicates along these axes, `device` included.
+        They are in ascending order, the order of their ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.

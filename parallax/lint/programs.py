@@ -27,7 +27,7 @@ def program(
 
     * `collective-under-a-predicate`: a `ppermute`, also one of this library, in a `cond`, `switch`
       or `while` whose predicate differs between devices. It waits for all devices of the program,
-      and hangs. Other collectives hang if the predicate differs along their own axis.
+      and hangs. Other collectives hang only if the predicate differs along their own axis.
     * `lost-varying-mark`: a `cond` with such a predicate, and operands or results that are typed
       as the same on all devices: wrong gradients (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.

@@ -224,8 +224,8 @@ def scalings(
     Each is a triple: the reduction and its operand (`Joined`), the product or quotient, and the
     value that it scales. No collective over all of `axes` completes the reduction.
     """
-    # `reductions` needs the dims of each value. Here no dim counts as split, since only the places
-    # of the reductions are used below, and not their axes.
+    # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
+    # `reductions` gives are not used below.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):

@@ -56,8 +56,8 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
     """Moves the files of `folder` whose names are in `new` or `gone` to `old`, and then the files
     in `new` to `folder`.
 
-    The file `last` is the first that goes and the last that comes, so a half-changed folder is
-    without it, and is never read. If a move fails, all moves are undone.
+    The file `last` is moved out first and moved in last, so a half-changed folder does not have
+    this file, and is never read. If a move fails, all moves are undone.
     """
     written = sorted({file.name for file in new.iterdir()} - {last})
     moved: list[tuple[Path, Path]] = []

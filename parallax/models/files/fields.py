@@ -156,8 +156,8 @@ class Fields:
         """Returns the numbers that `file` states, and its differences from the file of a new model.
 
         A difference is the name of a free field, or of a field of `only`, with its value as JSON.
-        The value is "" if `file` leaves a free field out that a new model's file has. `save` writes
-        these values.
+        The value is "" for a free field that a new model's file has and `file` leaves out. `save`
+        writes these values.
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.

@@ -13,7 +13,8 @@ WANTED = [CONFIG, GENERATION, ADAPTER, INDEX, "model*.safetensors", *TOKENIZER]
 
 
 def locate(path: str | os.PathLike[str], asks: str) -> tuple[Path, Path | None]:
-    """Returns the folder of the model; and the file of its weights if `path` is a file, else None.
+    """Returns the folder of the model, and the file of its weights: `path` if that is a file, else
+    None.
 
     Args:
         path: a folder, a safetensors file, or a name on the hub.
