@@ -214,7 +214,7 @@ REPEATED = {  # kind: the numbers, the harm and the cure
         "the count begins anew on each of {size} devices, so all devices get the first positions, "
         "or the first heads.",
         "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add "
-        "jax.lax.axis_index(axis) * n, if a device has n of them.",
+        "jax.lax.axis_index(axis) * n, where n is the number of them on one device.",
     ),
 }
 

@@ -2,23 +2,24 @@
 over them are not complete.
 
 A dim is split if the spec of a trained argument splits it. A matrix product with a split weight
-makes dims that are split too, such as hidden units and heads. So are the dims that the spec of a
-batch splits, except the first one, which counts the rows. A reduction over a split dim gives each
-device its own term, and the next operation should be a collective over the axis. Two kinds of
+makes dims that are split too, such as hidden units and heads. The dims that the spec of a batch
+splits are split as well, except its first dim, the batch's rows. A reduction over a split dim gives
+each device its own term, and the next operation should be a collective over the axis. Two kinds of
 operations before this collective are mistakes. Either the term meets the split dim again, as in a
 norm or a softmax; or a value that is the same on all devices, such as a bias, is added to the term.
 Only values of the forward pass that have a dim of the batch's rows are checked; gradients and
 updates have the dims of weights.
 
 A `Dim` has the facts of a dim. `split` are the axes that split it. If a reshape cut a split dim
-into an outer dim and inner dims, `within` are, for an inner dim, the axes that split the whole.
-`rows` says whether it counts the batch's rows. `drawn` and `counted` say whether its elements were
-drawn at random, or made by counting on the device. `parts` are the slices of split dims that it is
-made of. A *term* is a device's part of a reduction over a split dim. A `Term` says whether the
-value is still a linear function of the part (`is_linear`), whether the reduction is a maximum or
-minimum (`is_peak`), and which operation added a value that is the same on all devices (`added`).
-`shared` are the axes by whose number of devices a value was divided. The rules, one for each kind
-of operation, take the facts of the operands (`inputs`) and return those of the results.
+into an outer dim and inner dims, `within` has, for each inner dim, the axes that split the dim
+before the reshape. `rows` says whether it counts the batch's rows. `drawn` and `counted` say
+whether its elements were drawn at random, or made by counting on the device. `parts` are the slices
+of split dims that it is made of. A *term* is a device's part of a reduction over a split dim. A
+`Term` says whether the value is still a linear function of the part (`is_linear`), whether the
+reduction is a maximum or minimum (`is_peak`), and which operation added a value that is the same on
+all devices (`added`). `shared` are the axes by whose number of devices a value was divided. The
+rules, one for each kind of operation, take the facts of the operands (`inputs`) and return those of
+the results.
 """
 
 import functools

@@ -96,8 +96,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
     """Returns the share of the causal attention scores that documents leave unmasked, as a mean
-    over the rows of the batch. A causal score belongs to a token and to itself or an earlier token.
-    The score is unmasked if both tokens are of one document.
+    over the rows of the batch. A causal score belongs to a pair: a token, and itself or an earlier
+    token. The score is unmasked if both are of one document.
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """

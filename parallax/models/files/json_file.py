@@ -6,7 +6,7 @@ from typing import Any
 
 from parallax import _files
 
-DIGITS = 19  # of a number of 64 bits; no size and no token needs more
+DIGITS = 19  # those of a 64-bit number; no size or token needs more
 # The most objects and lists in a file. A configuration has about ten. A thousand nested ones would
 # overflow the stack when they are written again.
 MOST = 64

@@ -164,8 +164,8 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     splits_queries = heads * devices == config.heads
     if splits_queries and groups * devices == config.groups:
         return layer
-    # A device's heads of queries must use whole heads of keys, each by all its `sharers`; or they
-    # must all use the same head of keys.
+    # The heads of keys that a device uses must each have all their `sharers` heads of queries on
+    # this device; or all heads of queries on the device must share one head of keys.
     has_all = groups == config.groups and (heads % sharers == 0 or sharers % heads == 0)
     if not (splits_queries and has_all):
         raise ValueError(
