@@ -276,7 +276,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.rank is None and arguments.batch % 4:
         parser.error(
-            f"--batch must divide by 4, for four processes to share it; got {arguments.batch}."
+            f"--batch must be a multiple of 4, for four processes to share it; got "
+            f"{arguments.batch}."
         )
     return arguments
 

@@ -59,7 +59,7 @@ def reduce_scatter_to(
     A device sends (t - 1)/t of the bytes of `x`. The transpose is `gather_from`.
 
     Raises:
-        ValueError: the tokens do not divide by the devices.
+        ValueError: the tokens are not a multiple of the devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[1], axis)
@@ -107,8 +107,8 @@ def row(
     device multiplies while the partial sums travel.
 
     Raises:
-        ValueError: the tokens do not divide by the devices, or the weight does not take the inputs
-            of this device.
+        ValueError: the tokens are not a multiple of the devices, or the weight does not take the
+            inputs of this device.
     """
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
@@ -128,7 +128,7 @@ def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Ar
     All devices have `x` whole, so nothing is sent.
 
     Raises:
-        ValueError: the size of `dim` does not divide by the devices.
+        ValueError: the size of `dim` is not a multiple of the devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[dim], axis)
@@ -200,10 +200,11 @@ def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
 
 def _check(tokens: int, axis: Axis) -> None:
-    """Raises `ValueError` unless the tokens divide by the devices of the axis."""
+    """Raises `ValueError` unless the tokens are a multiple of the devices of the axis."""
     devices = axis.size()
     if tokens % devices:
         raise ValueError(
-            f"sequence: {tokens} tokens must divide by the {devices} devices of {axis.names!r}. "
-            f"Use sequences of {-(-tokens // devices) * devices} tokens, or do not split them."
+            f"sequence: {tokens} tokens must be a multiple of the {devices} devices of "
+            f"{axis.names!r}. Use sequences of {-(-tokens // devices) * devices} tokens, or do not "
+            f"split them."
         )

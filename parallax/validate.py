@@ -330,14 +330,14 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         ("hidden", "the feed-forward's hidden units"),
     ):
         if name in sizes and sizes[name] % t:
-            needed = f"Layout: {what} ({{{name}}}) must divide by {{tensor}}."
+            needed = f"Layout: {what} ({{{name}}}) must be a multiple of {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
             # The third field is the note that follows the cure in the message.
             yield Fault(needed, (cure,), ", which divides it")
     if "layers" in sizes and sizes["layers"] % (P * v):
         fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}
         yield Fault(
-            "Layout: the model's layers ({layers}) must divide by {stage} x {chunks}.",
+            "Layout: the model's layers ({layers}) must be a multiple of {stage} x {chunks}.",
             (*_multiples("layers", sizes["layers"], P * v), fewer_stages),
         )
     if "rows" in sizes and sizes["rows"] % (P * t):
@@ -349,13 +349,14 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
             math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
         )
         yield Fault(
-            "Layout: the vocabulary's padded rows ({rows}) must divide by {stage} x {tensor}.",
+            "Layout: the vocabulary's padded rows ({rows}) must be a multiple of {stage} x "
+            "{tensor}.",
             (padded, {"tensor": smaller_tensor, "stage": fewer_stages, "chunks": 1}),
             f", the vocabulary padded to a multiple of {P * t}",
         )
     if "experts" in sizes and sizes["experts"] % fields["expert"]:
         cure = {"expert": closest_divisor(sizes["experts"], fields["expert"])}
-        needed = "Layout: the model's experts ({experts}) must divide by {expert}."
+        needed = "Layout: the model's experts ({experts}) must be a multiple of {expert}."
         yield Fault(needed, (cure,), ", which divides it")
     yield from _batch(fields, sizes)
 
@@ -366,7 +367,7 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
-        needed = f"Layout: the batch's sequences ({{batch}}) must divide by {factors}."
+        needed = f"Layout: the batch's sequences ({{batch}}) must be a multiple of {factors}."
         yield Fault(needed, _multiples("batch", sizes["batch"], _batch_divisor(fields)))
     divisor, needed = _tokens_divisor(fields)
     if "tokens" in sizes and sizes["tokens"] % divisor:
@@ -383,7 +384,8 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
     if c == 1:
         return (
             t,
-            "Layout: with {sequence} the tokens of a sequence ({tokens}) must divide by {tensor}.",
+            "Layout: with {sequence} the tokens of a sequence ({tokens}) must be a multiple of "
+            "{tensor}.",
         )
     # Each of the c devices holds two chunks of the sequence, which balances causal attention. With
     # `sequence` its tokens are also split over the tensor axis. So the number of tokens must be a
@@ -396,7 +398,7 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
         factors = "2 x {context} x {tensor}"
     return c * math.lcm(
         2, t
-    ), f"Layout: the tokens of a sequence ({{tokens}}) must divide by {factors}."
+    ), f"Layout: the tokens of a sequence ({{tokens}}) must be a multiple of {factors}."
 
 
 def _batch_divisor(fields: Fields) -> int:

@@ -186,7 +186,7 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "divide by 8, the number of their owners. Use optimizers.whole, or other axes."
+        "be a multiple of 8, the number of their owners. Use optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)

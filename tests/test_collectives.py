@@ -70,7 +70,7 @@ def on_torus(collective):
 name = describe
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES, ids=name)
 
-MANNERS = {  # options, and what fits them on n devices; sizes that do not divide by n among them
+MANNERS = {  # options, and what fits them on n devices; among them sizes that n does not divide
     "all_reduce": [
         (
             {},
@@ -578,7 +578,7 @@ def test_the_slow_axis_carries_a_part():
 ERRORS = {
     "reduce_scatter: dim 0 "
     "(scatter_dimension) of shape (6, 8) "
-    "must divide by 4, the number of "
+    "must be a multiple of 4, the number of "
     "devices on the axis. Pad it to 8, "
     "or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of "

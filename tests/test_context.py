@@ -448,7 +448,7 @@ def through(make):
 
 
 ERRORS = {
-    "the 3 heads of q must divide by the 2 heads of k and v.": {"q": (2, 8, 3, 2)},
+    "the 3 heads of q must be a multiple of the 2 heads of k and v.": {"q": (2, 8, 3, 2)},
     "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, "
     "2], bfloat16": {"dtypes": (jnp.float32, jnp.bfloat16)},
     "a device with 2 of 8 heads of queries, an axis of 4 devices, needs 1 of the 2 of keys; k "
@@ -469,7 +469,7 @@ ERRORS = {
     "for each of this device's tokens; got float32[2, 4].": {
         "segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)
     },
-    "context.ulysses: the 4 heads must divide by the 3 devices of 'context'.": {
+    "context.ulysses: the 4 heads must be a multiple of the 3 devices of 'context'.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
     "context: the number of tokens, 6, must be a multiple of 4: 2 chunks for each of 2 devices. "

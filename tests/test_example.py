@@ -354,17 +354,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_metrics(tmp_path)
 
 
 MISTAKES = {
-    "--tensor=3": "(--heads 4) must divide by --tensor 3. Use --data 4 --stage "
+    "--tensor=3": "(--heads 4) must be a multiple of --tensor 3. Use --data 4 --stage "
     "1 --tensor 2, which divides it.",
-    "--batch=10": "(--batch 10) must divide by --data 2 x --microbatches 4. "
+    "--batch=10": "(--batch 10) must be a multiple of --data 2 x --microbatches 4. "
     "Use --batch 16 (or --batch 8).",
-    "--layers=3": "(--layers 3) must divide by --stage 2 x --chunks 1. "
+    "--layers=3": "(--layers 3) must be a multiple of --stage 2 x --chunks 1. "
     "Use --layers 4 (or --layers 2).",
     "--schedule=pipedream": "--schedule must be one_f_one_b_lockstep, "
     "gpipe, zero_bubble_lockstep, one_f_one_b",
-    "--chunks=3": "(--layers 4) must divide by --stage 2 x --chunks 3. "
+    "--chunks=3": "(--layers 4) must be a multiple of --stage 2 x --chunks 3. "
     "Use --layers 6 (or --chunks 1).",
-    "--width=130": "--width 130 must divide by --heads 4. Use --heads 2 (or --width 132).",
+    "--width=130": "--width 130 must be a multiple of --heads 4. Use --heads 2 (or --width 132).",
     "--text=nowhere.txt": "nowhere.txt: needed a text file, found no file",
     "--text=short.txt": "short.txt has 27 tokens to train on and 3 held out; needed 65 and 1,025",
     "--out=short.txt": "needed a folder for the results, found a file",

@@ -602,7 +602,7 @@ def test_refusals():
     refused(
         "experts.moe: the router knows 8 experts, and the 4 devices of 'data' hold 8 each by the "
         "first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of 8, "
-        "split over 'data'; it must divide by 4.",
+        "split over 'data'; it must be a multiple of 4.",
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))

@@ -239,13 +239,13 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
     [
         (
             "--tensor 3",
-            "Layout: the model's heads (--heads 4) must divide by --tensor 3. Use --data 4 "
+            "Layout: the model's heads (--heads 4) must be a multiple of --tensor 3. Use --data 4 "
             "--stage 1 --tensor 2, which "
             "divides it.",
         ),
         (
             "--data 3",
-            "Layout: the batch's sequences (--batch 16) must divide by --data 3 x "
+            "Layout: the batch's sequences (--batch 16) must be a multiple of --data 3 x "
             "--microbatches 4. Use --data 8 --stage 1 "
             "--tensor 1 --batch 32.",
         ),
@@ -255,7 +255,10 @@ def test_what_is_proposed_is_read_as_it_is_typed(example, usual, pytestconfig):
             "devices. Use --data 8 --stage 1 "
             "--tensor 1 --batch 32 (or --devices 2).",
         ),
-        ("--width 130", "--width 130 must divide by --heads 4. Use --heads 2 (or --width 132)."),
+        (
+            "--width 130",
+            "--width 130 must be a multiple of --heads 4. Use --heads 2 (or --width 132).",
+        ),
         (
             "--schedule pipedram",
             "--schedule must be one_f_one_b_lockstep, gpipe, zero_bubble_lockstep, "

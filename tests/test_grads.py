@@ -245,12 +245,12 @@ ERRORS = {
         grads.accumulated(grad, microbatches=0)
     ),
     "The batch's leaf ['y'] has 6 rows on each "
-    "device, which must divide by "
+    "device, which must be a multiple of "
     "microbatches=4. Use a batch that is a "
     "multiple of it, or fewer microbatches.": lambda: grads.accumulated(grad, microbatches=4)(
         {}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}
     ),
-    "The batch's leaf itself has 3 rows on each device, which must divide by "
+    "The batch's leaf itself has 3 rows on each device, which must be a multiple of "
     "microbatches=2.": lambda: grads.accumulated(grad, microbatches=2)({}, jnp.ones(3)),
 }
 

@@ -59,7 +59,8 @@ def test_a_model_that_says_nothing_of_experts_has_none_to_split():
     Layout().check(sizes)
     with pytest.raises(
         ValueError,
-        match=r"the model's experts \(experts=1\) must divide by expert=2\. Use expert=1, which",
+        match=r"the model's experts \(experts=1\) must be a multiple of expert=2\. Use expert=1, "
+        r"which",
     ):
         Layout(expert=2).check(sizes)
 
@@ -213,49 +214,50 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(tensor=5),
             {},
-            "Layout: the model's heads (heads=12) must divide by tensor=5. Use tensor=4, which "
-            "divides it.",
+            "Layout: the model's heads (heads=12) must be a multiple of tensor=5. Use tensor=4, "
+            "which divides it.",
         ),
         (
             Layout(tensor=4),
             {"hidden": 42},
-            "Layout: the feed-forward's hidden units (hidden=42) must divide by tensor=4. Use "
-            "tensor=3, which divides it.",
+            "Layout: the feed-forward's hidden units (hidden=42) must be a multiple of tensor=4. "
+            "Use tensor=3, which divides it.",
         ),
         (
             Layout(stage=4, microbatches=4, chunks=2),
             {},
-            "Layout: the model's layers (layers=12) must divide by stage=4 x chunks=2. Use "
+            "Layout: the model's layers (layers=12) must be a multiple of stage=4 x chunks=2. Use "
             "layers=16 (or layers=8).",
         ),
         (
             Layout(stage=4, tensor=3),
             {"rows": 50},
-            "Layout: the vocabulary's padded rows (rows=50) must divide by stage=4 x tensor=3. "
-            "Use rows=60, the vocabulary padded to a multiple of 12 (or stage=1,tensor=2).",
+            "Layout: the vocabulary's padded rows (rows=50) must be a multiple of stage=4 x "
+            "tensor=3. Use rows=60, the vocabulary padded to a multiple of 12 (or "
+            "stage=1,tensor=2).",
         ),
         (
             Layout(data=4, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by data=4 x microbatches=16. "
-            "Use batch=64.",
+            "Layout: the batch's sequences (batch=48) must be a multiple of data=4 x "
+            "microbatches=16. Use batch=64.",
         ),
         (
             Layout(replica=2, data=2, zero=2, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by replica=2 x data=2 x "
+            "Layout: the batch's sequences (batch=48) must be a multiple of replica=2 x data=2 x "
             "microbatches=16. Use batch=64.",
         ),
         (
             Layout(tensor=4, sequence=True),
             {"tokens": 50},
-            "Layout: with sequence=True the tokens of a sequence (tokens=50) must divide by "
+            "Layout: with sequence=True the tokens of a sequence (tokens=50) must be a multiple of "
             "tensor=4. Use tokens=52 (or tokens=48).",
         ),
         (
             Layout(tensor=5, sequence=True),
             {"heads": 7},
-            "Layout: the model's heads (heads=7) must divide by tensor=5. Use "
+            "Layout: the model's heads (heads=7) must be a multiple of tensor=5. Use "
             "tensor=1,sequence=False, which divides it.",
         ),
         (
@@ -307,26 +309,26 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(expert=8),
             {},
-            "Layout: the model's experts (experts=12) must divide by expert=8. Use expert=6, "
-            "which divides it.",
+            "Layout: the model's experts (experts=12) must be a multiple of expert=8. Use "
+            "expert=6, which divides it.",
         ),
         (
             Layout(data=2, expert=2, microbatches=16),
             {},
-            "Layout: the batch's sequences (batch=48) must divide by data=2 x expert=2 x "
+            "Layout: the batch's sequences (batch=48) must be a multiple of data=2 x expert=2 x "
             "microbatches=16. Use batch=64.",
         ),
         (
             Layout(context=4),
             {"tokens": 1020},
-            "Layout: the tokens of a sequence (tokens=1020) must divide by 2 x context=4. Use "
-            "tokens=1024 (or tokens=1016).",
+            "Layout: the tokens of a sequence (tokens=1020) must be a multiple of 2 x context=4. "
+            "Use tokens=1024 (or tokens=1016).",
         ),
         (
             Layout(context=2, tensor=3, sequence=True),
             {"tokens": 40},
-            "Layout: the tokens of a sequence (tokens=40) must divide by 2 x context=2 x tensor=3. "
-            "Use tokens=48 (or tokens=36).",
+            "Layout: the tokens of a sequence (tokens=40) must be a multiple of 2 x context=2 x "
+            "tensor=3. Use tokens=48 (or tokens=36).",
         ),
         (
             Layout(context=3, data=2),

@@ -137,7 +137,7 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
         )
     shapes = jax.eval_shape(lambda: llama.Llama(TINY, key=KEY))
     with pytest.raises(
-        ValueError, match=r"attention\.key\.weight.* dim 2 .*must divide by 4"
+        ValueError, match=r"attention\.key\.weight.* dim 2 .*must be a multiple of 4"
     ):  # without the size
         rules.specs(shapes, llama.rules("tensor"), mesh.make(tensor=4, devices=jax.devices()[:4]))
 

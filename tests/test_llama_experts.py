@@ -224,13 +224,13 @@ def test_a_layout_that_splits_no_experts_is_refused():
     layout = Layout(expert=8)
     with pytest.raises(
         ValueError,
-        match=r"the model's experts \(experts=4\) must divide by expert=8\. Use expert=4",
+        match=r"the model's experts \(experts=4\) must be a multiple of expert=8\. Use expert=4",
     ):
         prepare(llama.FAMILY, TINY)
     dense = dataclasses.replace(TINY, experts=0, balance=0.0, z=0.0)
     with pytest.raises(
         ValueError,
-        match=r"the model's experts \(experts=1\) must divide by expert=8\. Use expert=1",
+        match=r"the model's experts \(experts=1\) must be a multiple of expert=8\. Use expert=1",
     ):
         prepare(llama.FAMILY, dense)
 

@@ -291,7 +291,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"num_key_value_heads": 3},
-            r"heads=4 must divide by groups=3.*groups is num_key_value_heads",
+            r"heads=4 must be a multiple of groups=3.*groups is num_key_value_heads",
         ),
         (
             "qwen2",

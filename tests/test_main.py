@@ -71,7 +71,7 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model medium --layout tensor=3",
-            "must divide by tensor=3. Use --layout tensor=2, which divides it.",
+            "must be a multiple of tensor=3. Use --layout tensor=2, which divides it.",
         ),
         (
             "plan --model xl --layout tensr=8",
@@ -84,7 +84,7 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --model xl --layout tensor=5",
-            "rows (rows=50304) must divide by stage=1 x tensor=5. Use --layout tensor=1.",
+            "rows (rows=50304) must be a multiple of stage=1 x tensor=5. Use --layout tensor=1.",
         ),
         (
             "plan --model tiny --layout stage=5,schedule=1f1b,remat=blocks --batch 16 --devices 6",

@@ -336,7 +336,7 @@ ERRORS = {
     ),
     "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), which the product "
     "sums over or makes.": (lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)),
-    "matmul_reduce_scatter: dim 0 (scatter_dimension) of shape (6, 5) must divide by 4": (
+    "matmul_reduce_scatter: dim 0 (scatter_dimension) of shape (6, 5) must be a multiple of 4": (
         lambda x, w: matmul_reduce_scatter(x, w, "x")
     ),
 }

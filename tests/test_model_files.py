@@ -276,7 +276,7 @@ def test_models_that_are_not_whole_are_refused_by_leaf(tmp_path):
     deleted = jnp.ones(8, jnp.float32)
     deleted.delete()
     for leaf, message in [
-        (None, r"the model has no array at norm\.bias \(1 in all\)"),
+        (None, r"the model has no array at norm\.bias \(leaves that differ: 1\)"),
         (deleted, r"norm\.bias is deleted: a step that donates"),
         (
             jax.ShapeDtypeStruct((8,), jnp.float32),

@@ -50,8 +50,8 @@ REFUSED = [
     ({"resid_pdrop": None}, r"needs a number for resid_pdrop"),
     (
         {"n_head": 10**9},
-        r"width=12 must divide by heads=1000000000. Use heads=12. In the file, heads is n_head, "
-        r"width is n_embd",
+        r"width=12 must be a multiple of heads=1000000000. Use heads=12. In the file, heads is "
+        r"n_head, width is n_embd",
     ),
     (
         {"n_layer": 10**9},

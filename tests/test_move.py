@@ -67,7 +67,7 @@ def test_bits_and_bytes(before, after):
 
 def test_what_does_not_live_here_is_refused():
     wide = devices("all")
-    with pytest.raises(ValueError, match=r"w: .*'b'.* must divide by 3"):
+    with pytest.raises(ValueError, match=r"w: .*'b'.* must be a multiple of 3"):
         mesh.move({"w": jnp.zeros((4, 4))}, {"w": P("b")}, devices("three"))
     with pytest.raises(
         ValueError, match=r"mesh\.move takes arrays that live .*; w is traced by jax\.jit\. Inside"

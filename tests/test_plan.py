@@ -521,7 +521,7 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
 def test_a_layout_that_does_not_fit_the_model_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"heads \(heads=16\) must divide by tensor=3. Use tensor=2, which divides it",
+        match=r"heads \(heads=16\) must be a multiple of tensor=3. Use tensor=2, which divides it",
     ):
         plan.plan(gpt2.MEDIUM, Layout(tensor=3), hardware.A100, batch=8)
 

@@ -85,7 +85,8 @@ def test_a_mistake_is_told_once(train):
     assert code == 2
     assert (
         printed.count(
-            "error: Layout: the model's layers (--layers 3) must divide by --stage 2 x --chunks 1."
+            "error: Layout: the model's layers (--layers 3) must be a multiple of --stage 2 x "
+            "--chunks 1."
         )
         == 1
     )

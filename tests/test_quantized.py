@@ -453,7 +453,7 @@ ERRORS = {
     "quantized: the error of a leaf of shape (6, 8) must have the shape (1, 6, 8), "
     "as ErrorFeedback.initial makes it; got (6, 8). Carry it in and out of mesh.spmd "
     "with the spec P('x', *spec of the leaf).": lambda x: FEEDBACK.all_reduce(x, x),
-    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must divide by 4": lambda x: (
+    "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must be a multiple of 4": lambda x: (
         quantized.reduce_scatter(x, "x", tiled=True)
     ),
     "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: quantized.all_gather(

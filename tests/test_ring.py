@@ -548,16 +548,16 @@ def test_the_twins_collectives_are_seen():
 
 ERRORS = {
     "reduce_scatter: dim 0 "
-    "(scatter_dimension) of shape (6, 8) must "
-    "divide by 4, the number of devices on "
+    "(scatter_dimension) of shape (6, 8) must be "
+    "a multiple of 4, the number of devices on "
     "the axis. Pad it to 8, or choose another "
     "dim.": lambda x: ring.reduce_scatter(x, "x", tiled=True),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) "
     "must be 4, the number of devices on the axis, since "
     "tiled=False drops it. Pass tiled=True to split a longer dim, "
     "or reshape.": lambda x: ring.reduce_scatter(x, "x", scatter_dimension=-1),
-    "all_to_all: dim 0 (split_axis) of shape (6, 8) must divide by 4": lambda x: ring.all_to_all(
-        x, "x", 0, 1, tiled=True
+    "all_to_all: dim 0 (split_axis) of shape (6, 8) must be a multiple of 4": lambda x: (
+        ring.all_to_all(x, "x", 0, 1, tiled=True)
     ),
     "all_to_all: dim 1 (split_axis) of shape (6, 8) must be 4": lambda x: ring.all_to_all(
         x, "x", 1, 0

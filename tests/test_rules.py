@@ -232,7 +232,8 @@ def test_layers_that_do_not_divide_are_never_advised_to_be_whole(mesh):
     }
     rule = rules.first(rules.match("blocks.**", P("data")), rules.match("**", P()))
     with pytest.raises(
-        ValueError, match=r"dim 0 of shape \(6, 8\) must divide by 4.*make it 8, a multiple of 4"
+        ValueError,
+        match=r"dim 0 of shape \(6, 8\) must be a multiple of 4.*make it 8, a multiple of 4",
     ) as refusal:
         rules.specs(tree, rule, mesh, batch_axes=())
     assert "P()" not in str(refusal.value).partition(";")[2]
@@ -265,10 +266,10 @@ def test_explain_says_what_stays_whole_and_why():
     whole = rules.match("**", P())
     assert rules.explain(model(), rule) == {
         "blocks.weight": f"P(): {whole}; fsdp('data', size=4) adds no split: "
-        "no free dim of shape (4, 8, 16) divides by 4 (keep spares [0, 1, 2])",
+        "no free dim of shape (4, 8, 16) is a multiple of 4 (keep spares [0, 1, 2])",
         "blocks.bias": "P(): match('blocks.bias', P())",
         "head.norms.0": f"P(): {whole}; fsdp('data', size=4) adds no split: "
-        "no free dim of shape (16,) divides by 4 (keep spares [0])",
+        "no free dim of shape (16,) is a multiple of 4 (keep spares [0])",
         "head.norms.1": (
             f"P(): {whole}; fsdp('data', size=4) adds no split: 6 elements are fewer than "
             "min_size=10"
@@ -418,14 +419,14 @@ REFUSALS_WITH_A_MESH = {
     ),
     "does not divide": (
         rules.first(B, lambda path, leaf: P(("tensor", "data"))),
-        "a.w: dim 0 of shape (6, 8) must divide by 8, the size of its mesh axes ('tensor' of "
-        "size 2 x 'data' of size 4; rule ",
+        "a.w: dim 0 of shape (6, 8) must be a multiple of 8, the size of its mesh axes ('tensor' "
+        "of size 2 x 'data' of size 4; rule ",
         "); split dim 1, which does, or replicate this leaf with P().",
     ),
     "nothing divides": (
         rules.first(rules.match("a.w", P("data", "tensor")), B),
-        "a.w: dim 0 of shape (6, 8) must divide by 4, the size of its mesh axes ('data' of size "
-        "4; rule match('a.w', ",
+        "a.w: dim 0 of shape (6, 8) must be a multiple of 4, the size of its mesh axes ('data' of "
+        "size 4; rule match('a.w', ",
         "no other dim that is free does, or replicate this leaf with P().",
     ),
     "data, with its size": (

@@ -464,14 +464,14 @@ def test_every_sequence_and_step_has_a_key_of_its_own():
         (
             Layout(tensor=3),
             {"data": 8},
-            "Layout: the model's heads (heads=8) must divide by tensor=3. Use tensor=2, which "
-            "divides it.",
+            "Layout: the model's heads (heads=8) must be a multiple of tensor=3. Use tensor=2, "
+            "which divides it.",
         ),
         (
             Layout(data=3),
             {"data": 8},
-            "Layout: the batch's sequences (batch=32) must divide by data=3 x microbatches=1. "
-            "Use batch=33 (or batch=30).",
+            "Layout: the batch's sequences (batch=32) must be a multiple of data=3 x "
+            "microbatches=1. Use batch=33 (or batch=30).",
         ),
     ],
 )

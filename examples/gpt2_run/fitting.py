@@ -240,7 +240,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
             {"width": -(-D // H) * H},
             {"width": max(1, D // H) * H},
         ]
-        yield f"--width {D} must divide by --heads {H}.", near
+        yield f"--width {D} must be a multiple of --heads {H}.", near
     if settings.context > 1 and settings.dropout:
         yield (
             f"--dropout {settings.dropout} drops attention's weights too, which needs "

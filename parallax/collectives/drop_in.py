@@ -181,9 +181,9 @@ def check_divides(
     """Raises `ValueError` if the dim cannot be split into n blocks: untiled, its size must be n."""
     if tiled and shape[dim] % n:
         raise ValueError(
-            f"{function}: dim {dim} ({argument}) of shape {shape} must divide by {n}, the number "
-            f"of devices on the axis. Pad it to {shape[dim] + -shape[dim] % n}, or choose another "
-            "dim."
+            f"{function}: dim {dim} ({argument}) of shape {shape} must be a multiple of {n}, the "
+            f"number of devices on the axis. Pad it to {shape[dim] + -shape[dim] % n}, or choose "
+            "another dim."
         )
     if not tiled and shape[dim] != n:
         raise ValueError(

@@ -137,7 +137,7 @@ def matmul_reduce_scatter(
 
     Raises:
         ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
-            does not divide by the devices.
+            is not a multiple of the devices.
     """
     # The number of batch dims: `x` is [*batch, *F], the weight [*F, D], and their product
     # [*batch, D].

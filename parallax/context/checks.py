@@ -313,8 +313,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
         )
     if not G or H % G:
         raise ValueError(
-            f"{name}: the {H} heads of q must divide by the {G} heads of k and v. Pick the keys of "
-            "these queries."
+            f"{name}: the {H} heads of q must be a multiple of the {G} heads of k and v. Pick the "
+            "keys of these queries."
         )
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:

@@ -153,7 +153,7 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
                 f"{axis.names!r} hold {local_experts} each by the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
                 f"array of the experts a first dim of {count}, split over {axis.names!r}; it must "
-                f"divide by {n}."
+                f"be a multiple of {n}."
             )
     return count // n
 

@@ -79,8 +79,8 @@ def accumulated(
             `[microbatches, ...]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or do not divide by `microbatches`; or `grad` is
-            `clipped`, and there are several microbatches.
+        ValueError: the leaves' first dims differ, or are not a multiple of `microbatches`; or
+            `grad` is `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -128,7 +128,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
     `[microbatches, sequences of one microbatch]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or do not divide by `microbatches`.
+        ValueError: the leaves' first dims differ, or are not a multiple of `microbatches`.
     """
     rows = {}  # each leaf's first dim, by the leaf's path
     for path, leaf in jax.tree.leaves_with_path(batch):
@@ -141,9 +141,9 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
             )
         if leaf.shape[0] % microbatches:
             raise ValueError(
-                f"The batch's leaf {name} has {leaf.shape[0]} rows on each device, which must "
-                f"divide by microbatches={microbatches}. Use a batch that is a multiple of it, or "
-                "fewer microbatches."
+                f"The batch's leaf {name} has {leaf.shape[0]} rows on each device, which must be "
+                f"a multiple of microbatches={microbatches}. Use a batch that is a multiple of it, "
+                "or fewer microbatches."
             )
         rows[name] = leaf.shape[0]
     _check_equal_rows(

@@ -267,7 +267,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         """Returns the shape of an array [islands, ...] with the saved number of islands."""
         if not trees.is_array(x):
             return x
-        # The first dim is not split: its new size need not divide by the mesh's axis.
+        # The first dim is not split: its new size need not be a multiple of the mesh's axis.
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 

@@ -74,8 +74,8 @@ class first:
 class fsdp:
     """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
 
-    The split dim is the largest that no axis splits yet and that divides by `size`; of equally
-    large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
+    The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
+    equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
     `min_size` elements, counted before any split, and leaves without such a dim. `explain` says
     which leaves these are. To keep some leaves whole, ask another rule first:
     `first(match("**.bias", P()), fsdp("data", size=8))`.
@@ -138,7 +138,8 @@ class fsdp:
             note = f" (keep spares {sorted(spared)})" if spared else ""
             return (
                 spec,
-                f"adds no split: no free dim of shape {leaf.shape} divides by {self.size}{note}",
+                f"adds no split: no free dim of shape {leaf.shape} is a multiple of "
+                f"{self.size}{note}",
             )
         # A split of the largest dim leaves the largest blocks. Of equal dims `max` takes the first,
         # so all processes choose alike.

@@ -193,7 +193,8 @@ def _sizes_refused(
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
-                f"{subject} must divide by {size}, the size of its mesh axes ({sizes}; rule {p.by})"
+                f"{subject} must be a multiple of {size}, the size of its mesh axes ({sizes}; "
+                f"rule {p.by})"
             )
             cure = f"{others}, or replicate this leaf with P()"
             # In a leaf of stacked layers, another dim or P() would let each device run all layers.
@@ -217,7 +218,7 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, if the dim does not divide by it and the other axes
+    An axis does not fit if the mesh lacks it, if the dim is not a multiple of it and the other axes
     that split the dim, or if an earlier dim has it. Two kinds of axes never fit: axes of the batch,
     which would make replicas differ, and axes of the `fsdp`s around the rule, which they add
     themselves.
@@ -248,8 +249,8 @@ def _fitting(
 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
-    """Returns the dims that no axis splits yet and that divide by `size`; `entries` are those of
-    the leaf's spec, one for each dim."""
+    """Returns the dims that no axis splits yet and that are multiples of `size`; `entries` are
+    those of the leaf's spec, one for each dim."""
     return [
         dim
         for dim, length in enumerate(leaf.shape)

@@ -212,7 +212,7 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     if differ := sorted(needed.keys() ^ given.keys()):
         has = "has no array" if differ[0] in needed else "has an array that this model has not"
         raise ValueError(
-            f"{name}: the model {has} at {differ[0]} ({len(differ)} differences in all). Save the "
+            f"{name}: the model {has} at {differ[0]} (leaves that differ: {len(differ)}). Save the "
             "whole model that belongs to its config."
         )
     arrays: dict[str, np.ndarray] = {}
