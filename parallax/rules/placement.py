@@ -187,9 +187,9 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which does"
+                f"split dim {' or '.join(map(str, fit))}, which is"
                 if fit
-                else "no other dim that is free does"
+                else "no other free dim is"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
