@@ -40,9 +40,10 @@ def mean(
     The factors of the products have the dtype of `x`. Their sums, the softmax and the loss are
     float32 or wider.
 
-    It holds the t V_X logits of t = `block_tokens` tokens, and two sums of the size of the table.
-    Each block reads and writes these sums once; with blocks of some hundred tokens that takes no
-    noticeable time. A block sends as much as `tensor.cross_entropy` of its tokens.
+    It holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the table's size: its
+    gradient, and a block's term of the gradient. Each block reads and writes both once; with blocks
+    of some hundred tokens that takes no noticeable time. A block sends as much as
+    `tensor.cross_entropy` of its tokens.
 
     The cotangent of `x` is this device's term of a sum: the `tensor.copy_to` before `mean` adds the
     terms. There is no forward-mode derivative.
@@ -126,7 +127,8 @@ def mean(
         return mean_loss, (d_x, d_table)
 
     def backward(gradients, cotangent):
-        """Returns the gradients times the loss's cotangent; targets and weights have none."""
+        """Returns the gradients times the loss's cotangent; targets and weights have no
+        gradient."""
         # The loss is a mean, but the kept gradients are of the sum.
         scaled = [
             (g * (cotangent / count)).astype(leaf.dtype)
@@ -143,16 +145,16 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis.names!r}, since its gradient "
-            f"does; this one, of shape {x.shape}, is the same along {sorted(same)}. Pass "
+            f"cross_entropy.mean needs an x that differs along {axis.names!r}, as the gradient of "
+            f"x does; x, of shape {x.shape}, is the same along {sorted(same)}. Pass "
             f"tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
     if not targets.size:
         raise ValueError(
-            "cross_entropy.mean needs a target or more, whose mean it takes; got targets of shape "
-            f"{targets.shape}."
+            "cross_entropy.mean needs 1 target or more; got targets of shape "
+            f"{targets.shape}. Pass a batch with tokens."
         )
 
 

@@ -448,20 +448,20 @@ def through(make):
 
 
 ERRORS = {
-    "the 3 heads of q must be a multiple of the 2 heads of k and v.": {"q": (2, 8, 3, 2)},
+    "the number of heads of q, 3, must be a multiple of that of k and v, 2.": {"q": (2, 8, 3, 2)},
     "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, "
     "2], bfloat16": {"dtypes": (jnp.float32, jnp.bfloat16)},
-    "a device with 2 of 8 heads of queries, an axis of 4 devices, needs 1 of the 2 of keys; k "
-    "has 2. Pick the": {
+    "on an axis of 4 devices, a device has 2 of the 8 heads of queries, so it needs 1 of the 2 "
+    "heads of keys; its k has 2. Select the": {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },
-    "a device with 3 of 12 heads of queries, an axis of 4 devices, cuts a group in two": {
+    "a device has 3 of the 12 heads of queries, so it cuts in two a group of 2, which": {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
-    "the tokens of a device (3, from 6 over 2 devices) must be a multiple of its 2 chunks. Use "
-    "sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
+    "a device has 3 tokens (6 over 2 devices), which must be a multiple of 2, its number of "
+    "chunks. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -469,7 +469,7 @@ ERRORS = {
     "for each of this device's tokens; got float32[2, 4].": {
         "segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)
     },
-    "context.ulysses: the 4 heads must be a multiple of the 3 devices of 'context'.": {
+    "context.ulysses: the number of heads, 4, must be a multiple of 3, the devices of 'context'.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
     "context: the number of tokens, 6, must be a multiple of 4: 2 chunks for each of 2 devices. "

@@ -600,14 +600,14 @@ def refused(message, *, w=None, x=None, specs=None, split=True, **options):
 
 def test_refusals():
     refused(
-        "experts.moe: the router knows 8 experts, and the 4 devices of 'data' hold 8 each by the "
+        "experts.moe: the router has 8 experts, and each of the 4 devices of 'data' has 8, by the "
         "first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of 8, "
         "split over 'data'; it must be a multiple of 4.",
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
     refused(
-        "experts.moe: the router knows 6 experts, and the 4 devices of 'data' hold 2 each by the "
+        "experts.moe: the router has 6 experts, and each of the 4 devices of 'data' has 2, by the "
         "first dim of gate",
         w=fewer,
     )

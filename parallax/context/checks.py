@@ -1,9 +1,10 @@
 """The checks of attention over split tokens.
 
-Some trace a function and read its *program*, a jaxpr: they look for sends, or for masks that count
-tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself. `jaxprs.opened`
-drops the constants of a jaxpr; `jaxprs.called` is the inner jaxpr of a `jit` or `checkpoint`;
-`jaxprs.closed` are all inner jaxprs. An operand of an equation is a variable or a literal number.
+Some checks trace a function and read its *program*, a jaxpr: they look for sends, or for masks that
+count tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself.
+`jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the inner jaxpr of a `jit`
+or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an equation is a variable
+or a literal number.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -147,7 +148,8 @@ def check_kernel(
         causal: whether the attention is causal.
     """
     chunk, width = q.shape[1] // chunks, q.shape[-1]
-    # All chunks of a sequence, up to a bound, so that distances beyond one chunk show too.
+    # All chunks of a sequence, so that distances beyond one chunk show too; but not many more than
+    # `MOST_TOKENS` tokens, since a table has tokens^2 numbers.
     tokens = chunk * max(1, min(chunks * devices, MOST_TOKENS // chunk))
     # Dims of tokens are recognised by their size, so it must differ from the head width.
     tokens *= 2 if tokens == width else 1
@@ -276,8 +278,8 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
     if tokens % chunks or not tokens:
         next_multiple = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
-            f"context.attention: the tokens of a device ({tokens}, from {tokens * n} over {n} "
-            f"devices) must be a multiple of its {chunks} chunks. Use sequences of "
+            f"context.attention: a device has {tokens} tokens ({tokens * n} over {n} devices), "
+            f"which must be a multiple of {chunks}, its number of chunks. Use sequences of "
             f"{next_multiple * n} tokens, or order=context.contiguous."
         )
     if segments is not None:
@@ -298,7 +300,7 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if q, k and v do not fit each other: their shapes, types or heads.
 
     If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
-    one head: of several heads, each device's queries would need only some.
+    one head: with several heads, the queries of a device would need only some of them.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -313,15 +315,15 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
         )
     if not G or H % G:
         raise ValueError(
-            f"{name}: the {H} heads of q must be a multiple of the {G} heads of k and v. Pick the "
-            "keys of these queries."
+            f"{name}: the number of heads of q, {H}, must be a multiple of that of k and v, {G}. "
+            "Select the key heads that these query heads use."
         )
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:
         raise ValueError(
             f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G} heads, is the same "
-            f"there. If the heads are split over {q_axes}, pick the keys of these queries. If they "
-            "are not, pass k and v through lax.pcast(..., to='varying')."
+            f"there. If the heads are split over {q_axes}, select the key heads that these query "
+            "heads use. If they are not split, pass k and v through lax.pcast(..., to='varying')."
         )
 
 
@@ -361,8 +363,13 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
     needed = max(1, H // group)
     cuts_a_group = H % group and group % H
     if needed != G or cuts_a_group:
-        fit = "cuts a group in two" if cuts_a_group else f"needs {needed} of the {all_keys} of keys"
+        fit = (
+            f"cuts in two a group of {group}, which shares a head of keys"
+            if cuts_a_group
+            else f"needs {needed} of the {all_keys} heads of keys"
+        )
         raise ValueError(
-            f"{name}: a device with {H} of {all_queries} heads of queries, an axis of "
-            f"{all_queries // H} devices, {fit}; k has {G}. Pick the keys of this device's queries."
+            f"{name}: on an axis of {all_queries // H} devices, a device has {H} of the "
+            f"{all_queries} heads of queries, so it {fit}; its k has {G}. Select the heads of keys "
+            "that the device's queries use."
         )

@@ -25,8 +25,8 @@ def ulysses(
     The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all turns q, k
     and v into [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the
     sequence, and with `segments=` if there are any. Another all-to-all brings its result back to
-    [B, T_X, H, K]. If the number of key heads is not a multiple of the devices, each key head is
-    sent several times, and its gradients are added.
+    [B, T_X, H, K]. If the number of key heads is not a multiple of n, each key head is sent several
+    times, and its gradients are added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
@@ -34,7 +34,7 @@ def ulysses(
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` for heads that are not a multiple of the devices, and for
+    The function raises `ValueError` if the number of query heads is not a multiple of n, and for
     arguments that `attention` refuses.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
@@ -47,15 +47,14 @@ def ulysses(
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(
-                f"context.ulysses: the {H} heads must be a multiple of the {n} devices of "
-                f"{axis.names!r}. "
-                "Use an axis whose size divides them, or context.attention, which needs no number "
-                "of heads."
+                f"context.ulysses: the number of heads, {H}, must be a multiple of {n}, the "
+                f"devices of {axis.names!r}. Use an axis of another size, or context.attention, "
+                "which takes any number of heads."
             )
         # The order that turns the tokens of devices 0, 1, ... into the sequence, and its inverse.
         in_order, inverse = sequence_order(q.shape[1], n, order)
-        # Copies of each key head, so that the key heads are a multiple of the devices and each
-        # device gets those of its query heads.
+        # Copies of each key head, so that their number is a multiple of n, and each device gets the
+        # key heads of its query heads.
         copies = _copies(H, G, n)
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
         # `all_to_all` splits dim 2 and joins dim 1: [B, T_X, H, K] -> [B, T, H_X, K]. Then the
@@ -83,4 +82,4 @@ def _copies(H: int, G: int, n: int) -> int:
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:
             return copies
-    raise AssertionError(f"{H} heads are a multiple of {n} devices")
+    raise AssertionError(f"{H} heads are no multiple of {n} devices")

@@ -245,11 +245,11 @@ def _tiles(
         positions = jnp.arange(T, dtype=jnp.int32), jnp.arange(S, dtype=jnp.int32)
     q_positions, k_positions = (None, None) if positions is None else positions
     q_segments, k_segments = (None, None) if segments is None else segments
-    # Masks that depend on constants only would be computed before a scan over layers, for all
-    # tiles, and kept: H T^2 numbers. The barrier makes them depend on the queries.
+    # If masks depend on constants only, XLA computes them for all tiles before a scan over layers,
+    # and keeps H T^2 numbers. The barrier makes the masks depend on the queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
-    # Keys that fill up the last tile are masked. For such queries nothing is needed: `_whole` drops
-    # their results.
+    # Keys that fill up the last tile are masked. Queries that fill up the last tile need no mask:
+    # `_whole` drops their results.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)

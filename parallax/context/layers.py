@@ -35,8 +35,8 @@ def comms(
         shared: the axes that share the vocabulary, as in `tensor.comms`.
         inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between
             the layers, over `axis`.
-        around: takes a model's attention function and returns one that attends over the context,
-            such as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
+        around: takes a model's attention function and returns an attention over the context, such
+            as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
         order: the places of the tokens on the devices.
 
     The functions raise `ValueError` for tokens that do not divide into the chunks of `order`.
@@ -67,6 +67,7 @@ def comms(
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `attention` over `axis`, which replaces `attend`, a causal softmax attention.
 
-    `attend` is not called: `attention` computes the same.
+    Its form is that of `around` in `comms`: a function of the model's `attend`. `attend` is not
+    called, since `attention` computes the same.
     """
     return partial(attention, axis=axis)

@@ -28,7 +28,8 @@ def blockwise(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in T.
 
-    Types and derivatives are those of `attention`.
+    Products have `q`'s type; their sums and the softmax are float32 or wider. There is no
+    forward-mode derivative.
 
     Args:
         q: queries.
@@ -37,8 +38,8 @@ def blockwise(
         causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
             keys whose position is not after the query's.
         segments: the number of each token's document; or a pair, for the queries and for the keys.
-        positions: a pair: the positions of the queries [T] and of the keys [S]. Needed if they are
-            not the same tokens, and ignored without `causal`.
+        positions: a pair: the positions of the queries [T] and of the keys [S]. Needed if the
+            queries and the keys are not the same tokens, and ignored without `causal`.
         kernel: computes the output and the gradients, such as `tiled(1024)`.
 
     Raises:
@@ -55,7 +56,8 @@ def blockwise(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
             "Pass positions=(of the queries, of the keys)."
         )
-    # `marks` is a pair of segments, or None: one array holds for the queries and for the keys.
+    # `marks` is a pair of segments, or None. A single array `segments` is used for both the queries
+    # and the keys.
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
     for mark, x in zip(marks or (), (q, k), strict=False):
         check_segments("context.blockwise", mark, x.shape[:2])

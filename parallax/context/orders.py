@@ -185,7 +185,8 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the tokens of a chunk, `tokens / (n c)`. Raises `ValueError` if this is not whole."""
+    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if it is not
+    whole."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c

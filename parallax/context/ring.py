@@ -5,10 +5,11 @@ of a device, n devices.
 
 In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
 the device computes, the same number for each device. A block is given by a *pair*: (query chunk,
-key chunk, 1 if it is needed or 0 if it only fills up the table). There is no conditional, so
-messages inside and around the attention are safe. Results are merged by their log-sum-exps (`lse`).
-A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a causal mask
-inside.
+key chunk, 1 if it is needed or 0 if it only fills up the table). The program has no conditional, so
+all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
+(`lse`). A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a
+causal mask inside. `_chunk(tree, i)` returns chunk i of each array, and `_both` a pair of segments
+or None.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -120,7 +121,8 @@ class _Ring(NamedTuple):
     def hops(self, first: int, last: int, hop, carry):
         """Returns `carry` after the hops from `first` to before `last`, as one loop.
 
-        `hop` takes a hop's number and the carry. For no hops, no loop is put into the program.
+        `hop` takes a hop's number and the carry. If `first` is `last`, there is no hop, and the
+        program gets no empty loop.
         """
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 
@@ -131,7 +133,8 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns `sums`, (output, log-sum-exp) of all chunks of queries, after these pairs."""
+        """Returns `sums`, (output, log-sum-exp) of all chunks of queries, with these pairs merged
+        in."""
 
         def add_pair(sums, pair):
             """Returns the sums with the attention of one chunk of queries to one of keys.

@@ -78,8 +78,8 @@ def batch(
         for epoch, group in itertools.groupby(positions, key=itemgetter(0))
     ]
     source, first = _array(tokens), np.concatenate(starts)  # `first`: where each window begins
-    # Places (int64) take twice the memory of the batch, so they are made for `ROWS` windows at a
-    # time.
+    # The places of the tokens (int64) take twice the memory of the batch, so they are made for
+    # `ROWS` windows at a time.
     parts = np.split(first, range(ROWS, len(first), ROWS))
     window = np.arange(length + 1)
     return np.concatenate([_as_int32(source[np.add.outer(part, window)]) for part in parts])
@@ -88,13 +88,12 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns the places in the text at which some windows begin: the windows at `places` in the
-    random order of the epoch's `windows` windows. The offset of the epoch is drawn from 0 to
-    `spare`.
+    """Returns the index of each window's first token, for the windows at `places` in the random
+    order of the epoch's `windows` windows. The offset of the epoch is drawn from 0 to `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
-    # The key has 128 bits: the epoch and the seed, of 64 each. The first value draws the offset,
-    # and each other one is the key of a round of `permuted`.
+    # The key has 128 bits: the epoch and the seed, of 64 each. The first value chooses the offset,
+    # and each later value is the key of a round of `permuted`.
     draw, *keys = np.random.Philox(key=epoch << 64 | seed).random_raw(1 + ROUNDS)
     offset = int(draw) % (spare + 1)
     return offset + length * permuted(np.array(places, np.int64), windows, keys)

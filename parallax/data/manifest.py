@@ -1,8 +1,8 @@
 """Reads and writes manifests, which list files with their sizes and hashes. If a file is missing or
 has changed, an error names it.
 
-A manifest is one line of JSON, followed by a line with the hash of the first. So a changed bit is
-noticed, both in the manifest itself and in the files that it lists.
+A manifest is a line of JSON, and then a line with the hash of the JSON. So a changed bit is
+noticed, both in the manifest and in the files that it lists.
 
 The hash is XXH3 with 128 bits, at 20 GB/s per core (sha256: 2 GB/s). The hash finds damage; it does
 not protect against an attacker.
@@ -209,7 +209,7 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
                 f"{path}: needed a file of its folder, found a link that leads out of it."
             )
         try:
-            # Opened, not only looked up: `open_file` refuses a folder or a pipe.
+            # The file is opened, since `open_file` refuses a folder or a pipe.
             with _files.open_file(path, f"a file of {size} bytes") as file:
                 found = os.fstat(file.fileno()).st_size
         except FileNotFoundError as error:
@@ -224,8 +224,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Raises `Damaged` if one of the paths `among`, which are in `folder`, is not among the names
-    in `files`, which the manifest lists.
+    """Raises `Damaged` if one of the paths `among`, which are in `folder`, has no entry in `files`,
+    the files that the manifest lists.
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:

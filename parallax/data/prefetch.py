@@ -113,6 +113,7 @@ class Prefetched(Generic[Batch]):
                 pair = (make(step), None)
             except BaseException as error:
                 pair = (None, error)
+            # `_put` returns False if the `with` block has ended; an error ends the batches too.
             if not self._put(pair) or pair[1] is not None:
                 return
         self._put((None, StopIteration()))

@@ -1,11 +1,12 @@
 """A text too large for one file: several token files with a manifest, read as one long array. A
 batch reads only its own windows.
 
-    folder/manifest.json    the vocabulary, the type of a token; each shard's tokens, bytes and hash
+    folder/manifest.json    the vocabulary, a token's dtype, each shard's tokens, bytes and hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-A shard that is missing, cut short or damaged is refused by name before the first step, not at step
-40,000. `manifest.need(condition, place, what, value)` raises `Damaged` if the condition is false.
+`read` refuses a shard that is missing, cut short or damaged, and names it: before the first step,
+not at step 40,000. `manifest.need(condition, place, what, value)` raises `Damaged` if the condition
+is false.
 """
 
 import dataclasses

@@ -22,11 +22,11 @@ from parallax.data.token_file import File, state_of
 
 MOST = 1 << 31  # tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
-CHUNK = 1 << 19  # tokens checked at a time; even, so that odd places of a part are odd in the file
+CHUNK = 1 << 19  # tokens checked at a time; even, so that an odd place in a part is odd in the file
 # If tokens of four bytes, below 4 million (64 * 2^16), are read as numbers of two bytes, every
 # second number is below this bound.
 UPPER = 64
-Tokens = Integer[np.ndarray, "_"]  # any number of tokens: train and held_out differ in it
+Tokens = Integer[np.ndarray, "_"]  # "_": any length, also for two arguments of one call
 Text = TypeVar("Text", np.ndarray, File)
 
 
@@ -139,8 +139,8 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
     Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
     read as numbers of two bytes. Every second number is then the upper half of a token. So a file
-    is refused if every second number is 0. It is also refused if every second number is below 64,
-    and another one is 16 * 64 or more: V is then up to 64 * 2^16, some 4 million.
+    is refused if every second number is 0. It is also refused if every second number is below 64 (V
+    is then up to 64 * 2^16, some 4 million) while another number is 16 * 64 or more.
 
     Raises:
         manifest.Damaged: the bytes have another hash.

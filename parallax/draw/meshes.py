@@ -11,8 +11,8 @@ from parallax.draw import canvas
 def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
     """Returns a table with the id of each device: the last axis in columns, the others in rows.
 
-    With a `path`, the function also draws the devices there. A panel is a square of the last two
-    axes, for one index of the axes before them.
+    With a `path`, the function also draws the devices there. A panel is a grid of the last two
+    axes, for one index of the axes before the last two.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.

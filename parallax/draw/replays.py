@@ -19,7 +19,7 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shar
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
     """Returns a line of time for computing, and one for each set of axes. A character is a part of
     the time: `#` if the row is busy for over 95% of it, `+` for over 50%, `.` for over 2%, and
-    otherwise a space. At the end of a line is the share of the whole time.
+    otherwise a space. A line ends with the share of the whole time in which its row is busy.
 
     With a `path`, the function also draws the lines there.
 

@@ -42,7 +42,8 @@ def text(schedule: Schedule) -> str:
     """Returns a schedule as text: a column for each tick, and a line for each lane of each stage.
 
     A cell is a microbatch (with chunks, microbatch.chunk), or a dot if the stage is idle. The
-    second line names the lanes that run on any stage in a tick; a change marks a new phase.
+    second line names the lanes that run on any stage in a tick. Where these lanes change, a new
+    phase of the schedule begins.
     """
     names = _letters(schedule)
     running = []

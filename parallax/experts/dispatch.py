@@ -65,8 +65,7 @@ class Dispatch(Protocol):
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns each token's sum of weight times result, and the number of dropped choices.
 
-        Device i of the axis holds the experts from i * local_experts to before
-        (i + 1) * local_experts.
+        Device i of the axis holds the `local_experts` experts from number i * local_experts on.
         """
         ...
 
@@ -315,7 +314,7 @@ class _Exchange(NamedTuple):
         send_sizes: the rows that this device sends to each device.
         input_offsets: the first row for each device, among the rows that this device sends.
         output_offsets: the first row of this device, among the rows that each device receives.
-        back_send_sizes: the rows that go back to each device: those that came from it.
+        back_send_sizes: the rows that go back to each device, which are the rows that came from it.
         back_input_offsets: the first row from each device, among the rows that came here.
         back_output_offsets: the first row for this device, among the rows that each device sent.
         dropped: the number of this device's choices without room.
@@ -360,15 +359,16 @@ class _Exchange(NamedTuple):
 
     def to_experts(self, a: Array, empty: Array) -> Array:
         """Sends the rows `a`; returns `empty`, [room, ...], filled with the rows that arrive."""
-        # In the order of `lax.ragged_all_to_all`. The last are the numbers of rows to receive: the
-        # same rows go back later.
+        # In the order of `lax.ragged_all_to_all`. Its last argument has the numbers of rows to
+        # receive from each device. They are `back_send_sizes`, since the same rows go back later.
         places = self.input_offsets, self.send_sizes, self.output_offsets, self.back_send_sizes
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
         """Sends the results `a` back; returns `empty`, [k T, ...], with the results that return."""
-        # In the order of `lax.ragged_all_to_all`. The last are the numbers of rows to receive: the
-        # rows that this device sent before.
+        # In the order of `lax.ragged_all_to_all`. Its last argument has the numbers of rows to
+        # receive from each device. They are `send_sizes`, since the rows that this device sent come
+        # back.
         places = (
             self.back_input_offsets,
             self.back_send_sizes,
@@ -423,9 +423,11 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns the rows of one of `parts` parts: `capacity` times the mean, rounded up, or `most`.
+    """Returns the number of rows to make room for: `capacity` times the mean, rounded up; at most
+    `most`.
 
-    The mean is `choices / parts`, and `most` is a bound. The capacity may be infinite.
+    The mean is `choices / parts`, for choices that are spread over `parts` devices. The capacity
+    may be infinite.
     """
     # The bound is tested first, so that an infinite number is never rounded. Infinity times 0
     # choices is no number.

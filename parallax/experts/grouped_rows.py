@@ -107,8 +107,8 @@ class Block(NamedTuple):
         expert: the number of the expert.
         read: for each row of the block, the row of x to read. Filling rows are copies of the last
             row that counts, so that all computed numbers are finite.
-        written: the same numbers, but filling rows have a number out of range, so that their
-            results are not written.
+        written: for each row of the block, the row of the result: as `read`, but out of range for
+            filling rows, whose results are not written.
         pair: the pair of each row. Filling rows have a number out of range.
     """
 
@@ -235,7 +235,8 @@ def _apply(
 ) -> Array:
     """Returns the results of the block's expert for `rows`.
 
-    `trained` are the arrays of this expert; `others` have a first dim of experts.
+    `trained` has the arrays of this expert only, so a gradient of `_apply` is of one expert.
+    `others` has the arrays of all experts, with a first dim of experts.
     """
     return expert(trained, _at(others, block.expert), rows)
 

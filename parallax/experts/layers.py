@@ -1,7 +1,7 @@
 """The communication of a decoder's layers whose experts are split over an axis.
 
 `Comms` is a record of functions and numbers. Its field `wrap_experts` takes the function `moe` and
-returns it with the options that name the experts' axis.
+returns `moe` with its options `axis`, `dispatch` and `compute` set.
 """
 
 import functools

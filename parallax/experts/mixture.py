@@ -59,7 +59,7 @@ class Mixture(eqx.Module):
             of layers.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
         bias: added to the scores for the choice only. It has no gradient; `rebalanced` changes it.
-            None or `()`: there is none.
+            None or `()` means no bias.
     """
 
     router: Float[Array, "*layers width experts"]
@@ -101,7 +101,7 @@ def moe(
             sequences.
 
     Raises:
-        ValueError: the experts of a device times the devices are not the router's experts; `x` is
+        ValueError: the devices together do not have as many experts as the router; `x` is
             the same on the devices of `axis`; there are no tokens, or no experts for them; or an
             error of `route`, `dispatch` or `compute`.
     """
@@ -149,8 +149,8 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
         local_experts = leaf.shape[0] if leaf.ndim else 0
         if local_experts * n != count:
             raise ValueError(
-                f"experts.moe: the router knows {count} experts, and the {n} devices of "
-                f"{axis.names!r} hold {local_experts} each by the first dim of "
+                f"experts.moe: the router has {count} experts, and each of the {n} devices of "
+                f"{axis.names!r} has {local_experts}, by the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
                 f"array of the experts a first dim of {count}, split over {axis.names!r}; it must "
                 f"be a multiple of {n}."
@@ -171,7 +171,7 @@ def _check_varies(x: Array, axis: Axis) -> None:
             f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are "
             f"split, and x, {x.dtype}{list(x.shape)}, is the same along {same}: the "
             f"{math.prod(Axis(name).size() for name in same)} devices would send the same tokens. "
-            "Split the batch over that axis too, as in_specs=P(('data', 'expert')) does; or, where "
-            "devices are to share each expert, split its hidden width: "
+            "Split the batch over that axis too, as in_specs=P(('data', 'expert')) does. If the "
+            "devices should share each expert, split its hidden width instead: "
             "comms=tensor.comms('tensor')."
         )

@@ -3,8 +3,8 @@
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
 Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
-how the batch is split into microbatches and devices: the mean over equal parts of their means is
-the mean over the batch. The *load* of an expert is its number of choices, or its share of them.
+how the batch is split into microbatches and devices: the mean of the means of equal parts is the
+mean over the batch. The *load* of an expert is its number of choices, or its share of them.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the numbers of each token's experts, the best first. An expert that comes twice
-            gets the sum of its weights; `exchanged` and `ragged` have room for different experts,
-            and even with `math.inf` may drop the second choice, and count it.
+        experts: the numbers of each token's experts, the best first. An expert that a token chooses
+            twice gets the sum of its weights. `exchanged` and `ragged` make no room for an expert's
+            second choice by a token: even with `math.inf` they may drop it, and count it as
+            dropped.
         weights: the factors of their results.
         logits: the router's logits.
         shares: the router's preference for each expert: above 0, with the sum 1.
@@ -105,10 +106,10 @@ class Statistics(NamedTuple):
             (Zoph et al., arXiv 2202.08906).
         entropy: the entropy of a token's shares in nats, not differentiated; log(E) without any
             preference.
-        load: the share of all choices that fall on each expert. Times k and the number of tokens,
-            it is the number of tokens of the expert.
-        dropped: the dropped choices per sequence. Times the number of sequences, it is the number
-            of all dropped choices.
+        load: the share of all choices that fall on each expert. This share times k and the number
+            of tokens is the number of tokens that the expert gets.
+        dropped: the dropped choices per sequence. This number times the number of sequences is the
+            number of all dropped choices.
     """
 
     balance: Float[Array, ""]
@@ -127,7 +128,8 @@ def statistics(
         choice: the routing of this device's tokens.
         dropped: the number of dropped choices.
         axis: the axis that splits the tokens of a sequence, if one does.
-        counted: the number of devices of that axis that counted the same `dropped`.
+        counted: the number of devices of `axis` that counted the same dropped choices, since they
+            have the same tokens.
     """
     axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape  # [B, T, E]
     # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
