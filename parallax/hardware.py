@@ -8,23 +8,23 @@ afterwards. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
-  nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. NVLink is
-  counted one way. The network between machines is that of a DGX, an eighth for each of its eight
-  devices. The latencies of a hop, 3.4 and 14 us, are the base latencies in NCCL's model of rings
-  (src/graph/tuning.cc).
+  nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. The rate of
+  NVLink is for one direction. The network between machines is the network of a DGX; each of its
+  eight devices has an eighth of the rate. The latencies of a hop, 3.4 and 14 us, are the base
+  latencies in NCCL's model of rings (src/graph/tuning.cc).
 * TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
-  are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. Two
-  shares of the network between slices are not stated: a v4 is given that of a v5p, and a TPU7x that
-  of a v6e. The latency of that network is assumed to be 10 us. Google's pages state the sum over
-  all links of a chip and both directions: 1,200 GB/s for a v5p and a TPU7x, 800 for a v6e. That is
-  100 GB/s per link one way; the book's 90 are used for all three.
-* A TPU's clock turns the cycles of its compiler into seconds. The clock is the rate of products
-divided by
-  the operations per cycle: 2 x 128 x 128 for a matrix unit, with 4 units per core up to v5p. From
-  v6e on the units are not stated, and the 1.75 GHz of a v5p are used.
-* Shares of the stated figures, which are assumptions: large products reach 0.75. In the replay of a
-  compiled program, passes over a GPU's memory reach 0.9, and NVLink 0.8. For a TPU's program the
-  compiler states the cycles of products and passes.
+  are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
+  two chips the rate of the network between slices is not stated: the table has the rate of a v5p
+  for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be 10 us.
+  Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a v5p
+  and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the book's
+  90 GB/s for all three.
+* A TPU's clock turns the cycles of its compiler into seconds. Up to v5p, the clock is the rate of
+  products, divided by the operations per cycle: 2 x 128 x 128 for each of the 4 matrix units of a
+  core. From v6e on, the number of units is not stated, and the table has the 1.75 GHz of a v5p.
+* Assumed shares of the stated figures: large products reach 0.75 of the rate. In the replay of a
+  compiled program, passes over a GPU's memory reach 0.9, and NVLink 0.8. A TPU's program needs no
+  such shares, since the compiler states the cycles of products and passes.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class Hardware:
         platform: "tpu", "cuda" or "cpu", as in XLA.
         memory: the bytes of memory.
         rate: the floating-point operations per second of matrix products in 16 bits.
-        full_rate: the same in the dtype of the parameters: in float32, as JAX computes its products
-            by default.
+        full_rate: the operations per second of matrix products of float32 arrays, the dtype of the
+            parameters, as JAX computes them by default.
         bandwidth: the bytes per second from and to memory.
         domain: the number of devices that fast links join: those of a machine or a slice.
         fast: the time of a hop over one fast link (TPU), or over all links of a GPU to its switch.
@@ -83,9 +83,10 @@ class Hardware:
         domain, else over the network.
 
         Args:
-            span: how many device numbers the group spans, from its first device to its last.
+            span: the number of devices from the group's first to its last, in the order of their
+                numbers.
             links: the fast links that the hop crosses. The time of a hop over fast links is
-                multiplied by their number, since its bytes use all of them.
+                multiplied by their number, since its bytes cross each of them.
         """
         if span > self.domain:
             return self.slow
@@ -93,7 +94,7 @@ class Hardware:
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
         """Returns the mean number of links that a hop along each axis crosses, if `mesh.make` lays
-        the axes on the torus. Without a torus it is 1.
+        the axes on the torus. Without a torus each mean is 1.
 
         Raises:
             ValueError: the product of the axes is neither the number of chips of the torus nor that
@@ -110,7 +111,8 @@ class Hardware:
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
-        # `torus.FLAT` has the names of the TPUs whose torus has two dims.
+        # For each dim, whether its ends are linked into a ring. `torus.FLAT` has the names of the
+        # TPUs whose torus has two dims.
         rings = torus.closed_dims(self.name in torus.FLAT, self.torus)
         return dict(
             zip(axes, torus.hops(self.torus, rings, cores, tuple(axes.values())), strict=True)
@@ -183,7 +185,7 @@ def named(name: str) -> Hardware:
     # Names such as "TPU v5p" are known too.
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
-    # Sizes that are no numbers are missing in `torus`, so its text differs from `sizes`.
+    # `torus` leaves out sizes that are no numbers; then its text differs from `sizes`.
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "

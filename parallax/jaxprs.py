@@ -1,8 +1,11 @@
 """Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values.
 
 An atom is an operand of an equation, a variable or a literal; its `aval` is its type. An array
-differs along a mesh axis if its type says that it varies over the devices of that axis. A fact
-about a value is any object; `Following` carries it from the operands of equations to the results.
+differs along a mesh axis if its type says that it varies over the devices of that axis.
+`inner(eqn)` are the jaxprs that an equation holds. A fact about a value is any object; `Following`
+carries facts from the operands of equations to the results. `|` joins the facts about two values of
+which one is chosen, `met` the facts about operands that are combined. A `Reach` has three masks
+with a bit for each argument: `at_all`, `alone`, `met`.
 """
 
 import functools
@@ -60,7 +63,7 @@ COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")
 def opened(jaxpr: Any) -> Jaxpr:
     """Returns a jaxpr without the values of its constants.
 
-    JAX 0.12 has only one kind of jaxpr, which is returned unchanged.
+    JAX 0.12 does not tell closed jaxprs from others; there the jaxpr is returned unchanged.
     """
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
@@ -134,7 +137,8 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    A collective of this library holds Python functions instead of a jaxpr, so it is traced here.
+    A collective of this library holds Python functions instead of a jaxpr, so it is traced here,
+    outside of any mesh (None).
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -153,9 +157,9 @@ class Reach(NamedTuple):
 
     Attributes:
         at_all: the arguments that the value depends on in any way.
-        alone: the arguments that it depends on in a way without a collective.
-        met: the arguments that were combined with data in a way without a collective, as a weight
-            is in a matmul.
+        alone: the arguments that the value depends on in a way without a collective.
+        met: the arguments that were combined with data before any collective, as a weight is in a
+            matmul.
     """
 
     at_all: int = 0
@@ -196,7 +200,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     # Bit i of a mask stands for argument i, and the bit after the last for constants that differ.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
-    # An argument depends on itself (`at_all`), without a collective (`alone`).
+    # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
     reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
 
     def bits(mask):
@@ -336,7 +340,7 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Propagates the dependence on arguments, for `uses`.
+    """Propagates the dependence on arguments, for `uses`: a fact is a `Reach`.
 
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ.

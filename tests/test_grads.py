@@ -246,10 +246,9 @@ ERRORS = {
     ),
     "The batch's leaf ['y'] has 6 rows on each "
     "device, which must be a multiple of "
-    "microbatches=4. Use a batch that is a "
-    "multiple of it, or fewer microbatches.": lambda: grads.accumulated(grad, microbatches=4)(
-        {}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}
-    ),
+    "microbatches=4. Use another batch size, or fewer microbatches.": lambda: grads.accumulated(
+        grad, microbatches=4
+    )({}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}),
     "The batch's leaf itself has 3 rows on each device, which must be a multiple of "
     "microbatches=2.": lambda: grads.accumulated(grad, microbatches=2)({}, jnp.ones(3)),
 }

@@ -638,8 +638,8 @@ def test_sums_are_wider_than_bfloat16():
         (
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 18, None),
-            "The batch's leaf ['gate'] has 18 rows on each device, which must be a multiple of "
-            "microbatches=4. Use a batch that is a multiple of it, or fewer microbatches.",
+            "The batch's leaf ['gate'] has 18 rows on each device, which must be a multiple "
+            "of microbatches=4. Use another batch size, or fewer microbatches.",
         ),
         (
             one_f_one_b_lockstep(4, 4, chunks=2),

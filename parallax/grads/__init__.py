@@ -1,10 +1,10 @@
 """Functions of a gradient function: accumulated over microbatches, averaged over devices, clipped.
 
-A gradient function is `(params, batch) -> (loss, gradients)`, as `jax.value_and_grad` and
-`eqx.filter_value_and_grad` return it. With `has_aux=True` it is
-`(params, batch) -> ((loss, aux), gradients)`; every function here passes `aux`, a tree of arrays,
-on. A leaf that is not trained has a gradient of None. The order of wrapping is the cost: `averaged`
-outside `accumulated` reduces once per step, inside it once per microbatch.
+A gradient function is `(params, batch) -> (loss, gradients)`, such as `jax.value_and_grad` and
+`eqx.filter_value_and_grad` make. With `has_aux=True` it is
+`(params, batch) -> ((loss, aux), gradients)`; every function here also returns `aux`, a tree of
+arrays. A leaf that is not trained has a gradient of None. The order of wrapping decides the cost:
+`averaged` outside `accumulated` reduces once per step; inside `accumulated`, once per microbatch.
 """
 
 from parallax.grads.devices import (

@@ -1,10 +1,10 @@
-"""The axes along which a parameter or a gradient differs between devices, and the functions around
-it that changed its type.
+"""The axes along which a parameter or a gradient differs between devices, and the enclosing
+gradient functions that changed its type.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
-Along an axis a parameter is either a copy, the same on all devices, or a share, a part of it.
-`Axis.names` is one name or a tuple of names.
+Along an axis, a device's parameter is either a copy (the same on all devices) or a share (a part of
+the whole parameter). `Axis.names` is one name or a tuple of names.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,8 @@ def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
     """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
     enclosing gradient function declared it varying."""
-    # Along these axes every parameter is a copy: `local_gradients` refuses shares there.
+    # Along the axes in `declared` every parameter is a copy: if some were shares, `local_gradients`
+    # has refused this gradient function.
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 

@@ -79,8 +79,8 @@ def accumulated(
             `[microbatches, ...]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or are not a multiple of `microbatches`; or
-            `grad` is `clipped`, and there are several microbatches.
+        ValueError: the leaves' first dims differ, or are no multiples of `microbatches`; or `grad`
+            is `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -112,7 +112,7 @@ def accumulated(
             return jax.tree.map(add, sums, gradients), value
 
         # The scan begins with sums of zero, in float32 or wider, and only a trace of `grad` gives
-        # their shapes. Without a record of taps, `recording.numbered` gives no numbers but None.
+        # their shapes. If no taps are recorded, `recording.numbered` returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -128,7 +128,7 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
     `[microbatches, sequences of one microbatch]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or are not a multiple of `microbatches`.
+        ValueError: the leaves' first dims differ, or are no multiples of `microbatches`.
     """
     rows = {}  # each leaf's first dim, by the leaf's path
     for path, leaf in jax.tree.leaves_with_path(batch):
@@ -141,9 +141,9 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
             )
         if leaf.shape[0] % microbatches:
             raise ValueError(
-                f"The batch's leaf {name} has {leaf.shape[0]} rows on each device, which must be "
-                f"a multiple of microbatches={microbatches}. Use a batch that is a multiple of it, "
-                "or fewer microbatches."
+                f"The batch's leaf {name} has {leaf.shape[0]} rows on each device, which must "
+                f"be a multiple of microbatches={microbatches}. Use another batch size, or fewer "
+                "microbatches."
             )
         rows[name] = leaf.shape[0]
     _check_equal_rows(
@@ -373,17 +373,18 @@ def local_gradients(
     # numbers of rows.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
-    if unclear := sorted(enclosing.shares.intersection(shares)):
+    if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
-            f"A gradient function over {unclear} is inside another one over the same axis. Some of "
-            "its parameters are shares along that axis, and no type tells shares from copies. "
-            f"Average the inner gradients by hand: lax.pmean(gradients, {unclear[0]!r})."
+            f"A gradient function over {axes_with_shares} is inside another one over the same "
+            "axis. Some of its parameters are shares along that axis, and no type tells shares "
+            "from copies. Average the inner gradients by hand: lax.pmean(gradients, "
+            f"{axes_with_shares[0]!r})."
         )
     # If an enclosing function declared all parameters varying along an axis, they are copies there.
     shares = {name: paths for name, paths in shares.items() if name not in enclosing.declared}
     declared = varying(params, axis.names)
     if reduced is not None:
-        # The parameters that it picks keep their own types.
+        # The parameters that `reduced` picks keep their own types.
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
         # Without shares `grad` itself runs: the checks of a pipeline follow values back to the
@@ -404,8 +405,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     different numbers of rows.
 
     `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
-    numbers of rows; if each leaf has a spec of its own, the split is intended, and there are none.
-    Random keys, one for each device, are not rows.
+    numbers of rows. If each leaf has a spec of its own, the user wants the split, and there are no
+    such axes. Random keys, one for each device, are not rows.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -440,8 +441,9 @@ def _check_not_summed(
     """Raises `ValueError` if the gradients were summed along one of `names` before.
 
     The gradient of a parameter that is declared varying varies too, unless a sum over devices made
-    it the same on all. A mean changes no such gradient, so it is refused only if the loss varies,
-    and thus is not the one of these gradients.
+    it the same on all. A mean over devices does not change gradients that are the same on all. So
+    with `mean` they are refused only if the loss varies, since then the loss was not summed as they
+    were.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))

@@ -42,9 +42,10 @@ class Stream(NamedTuple):
     Attributes:
         fragments: returns the fragments of a model, or of its shapes: `whole_model`,
             `by_path(...)` or `by_layers(...)`.
-        delay: the steps between the exchange of a fragment and its use; below `every`.
-        mixing: the factor of an island's own weights in their mean with the new weights: 0 takes
-            the new weights, 1 keeps the own.
+        delay: the steps between the exchange of a fragment and the use of its result; below
+            `every`.
+        mixing: the factor of an island's own weights in their mean with the new weights: with 0 the
+            island takes the new weights, with 1 it keeps its own.
     """
 
     fragments: Fragments
@@ -106,8 +107,8 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
                 f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be "
-                f"the same and at least count; these have {sorted(sizes)}. Use a smaller count, "
-                "or by_path."
+                f"the same and at least count; got the sizes {sorted(sizes)}. Use a smaller "
+                "count, or by_path."
             )
         layers = sizes.pop()  # or chunks: the size of the first dim
         # Integer bounds: the groups differ by one layer at most.
@@ -179,7 +180,7 @@ def checked_fragments(
             if cut:
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
-                    f"{splits[name]}, so its layers would depend on the layout. Cut a dim "
+                    f"{splits[name]}, so the layers in it would depend on the layout. Cut a dim "
                     "that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():

@@ -9,11 +9,12 @@ outer weights W and island i's weights w_i,
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-So the outer optimizer takes delta as its gradient, with a gradient's sign. Between rounds nothing
-is sent between islands. Islands send 1/H of the bytes of data parallelism, and a quarter of that
-with `ErrorFeedback`, which sends int8. A *fragment* is the part of the model that a round
-exchanges. In the code, `inner` is the state of this island, `state` is the state of all islands,
-`names` are the mesh axes of the islands, and `present` says which islands take part in a round.
+So delta is the outer optimizer's gradient: an update against it moves W towards the islands.
+Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism;
+with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of the model that
+a round exchanges. In the code, `inner` is the state of this island, `state` is the state of all
+islands, `names` are the mesh axes of the islands, and `present` says which islands take part in a
+round.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -215,11 +216,12 @@ class _Round(eqx.Module):
             change = outer.astype(kind) - local.astype(kind)
             return jnp.where(is_present, change, jnp.zeros((), kind))
 
-        # Of both models, only the leaves of this round's fragment: `part.get` returns them.
+        # `part.get` returns only the leaves of this round's fragment.
         local_weights = self.part.get(_trained(inner.model, state.model))
         delta = jax.tree.map(changed, self.part.get(state.model), local_weights)
         total, error = self._total(delta, state.error[self.k], is_present)
-        # At least 1: without present islands the total is 0, and 0 / 0 would be NaN.
+        # The divisor is at least 1: without present islands, total and count are 0, and 0 / 0 is
+        # NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
         # `present` is an array [islands] split over the islands: one entry on each device.
         return SentChanges(mean, count > 0, is_present[None]), error
@@ -335,8 +337,7 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         return x[0]
 
     arrays, static = eqx.partition(inner, trees.is_array)
-    # The step's number is one for all islands and has no dim of them: it is left out here and put
-    # back below.
+    # The step's number has no dim of islands: it is left out here and put back below.
     stacked = eqx.tree_at(_step_of, arrays, None)
     local_arrays = jax.tree.map_with_path(without_island_dim, stacked)
     local_arrays = eqx.tree_at(_step_of, local_arrays, arrays.step, is_leaf=_is_none)

@@ -3,7 +3,8 @@
 *Inner* arrays belong to each island: they are stacked to [islands, ...], and the first dim is split
 over the islands. *Outer* arrays are the same on all islands. A *fragment* is the part of the model
 that a round exchanges; each fragment has its own outer optimizer state. The number of the step,
-`step`, is one for all islands: it has no dim of islands.
+`step`, is one number for all islands, without a dim of islands; `_step(inner)` returns it, and
+`_inner(state)` the inner state.
 """
 
 import math
@@ -26,7 +27,8 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """The result of an exchange that no island has used yet. A tree of its specs has this form too.
+    """The result of an exchange that no island has used yet. The specs of such a result are a
+    `SentChanges` too.
 
     Attributes:
         mean: the mean change of the present islands.
@@ -40,7 +42,7 @@ class SentChanges(eqx.Module):
 
 
 class State(eqx.Module):
-    """The state that a step of islands changes. A tree of its specs has this form too.
+    """The state that a step of islands changes. The specs of such a state are a `State` too.
 
     Attributes:
         inner: the state of each island: arrays have a first dim, [islands, ...], except `step`,
@@ -66,7 +68,7 @@ class State(eqx.Module):
 
 
 class StateInit(NamedTuple):
-    """A state of islands that can be made.
+    """A function that makes a state of islands, with the shapes and the specs of this state.
 
     Attributes:
         init: makes the state of islands from the state of one island.
@@ -194,7 +196,8 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: two bools: whether the state has rounding errors, and whether it has sent changes.
+        has: two bools: whether the state has rounding errors, and whether it has a waiting
+            exchange.
     """
     by_path = trees.by_path(specs.model)
 
@@ -259,15 +262,15 @@ def joint_model(state: State) -> PyTree:
 def shapes_for_islands(shapes: State, islands: int) -> State:
     """Returns the shapes of a state saved by `islands` islands, to restore it from a checkpoint.
 
-    `shapes` are the shapes for the mesh's own number of islands. The saved number need not divide
-    by the mesh's axis, so each device reads the blocks of all saved islands.
+    `shapes` are the shapes for the mesh's own number of islands. The saved number need not be a
+    multiple of the size of the mesh's axis, so each device reads the blocks of all saved islands.
     """
 
     def resized(x):
         """Returns the shape of an array [islands, ...] with the saved number of islands."""
         if not trees.is_array(x):
             return x
-        # The first dim is not split: its new size need not be a multiple of the mesh's axis.
+        # The first dim is not split: its new size need not be a multiple of the axis's size.
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
@@ -287,7 +290,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """Returns `state` for the number of islands of `shapes`, and a sentence for each thing lost.
+    """Returns `state` for the number of islands of `shapes`, and a phrase for each thing lost.
 
         like = islands.shapes_for_islands(train_step.shapes, 2)    # it was saved by two islands
         state = checkpoints.restore(like).state
@@ -347,7 +350,7 @@ def _islands(model: PyTree) -> int:
 
 
 def _losses(state: State, before: int, islands: int) -> list[str]:
-    """Returns a sentence for each thing that is lost when `before` islands become `islands`."""
+    """Returns a phrase for each thing that is lost when `before` islands become `islands`."""
     lost = ["the inner steps since the last round, on every island, if there were any"]
     if islands < before:
         lost.append(
