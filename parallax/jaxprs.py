@@ -265,19 +265,19 @@ class Following:
             return self.branches(eqn, operands)
         if name == "scan":
             # The operands are constants, carries and sliced arrays.
-            first, carries = scan_parts(eqn)
+            n_constants, n_carries = scan_parts(eqn)
             return self.loop(
                 inner(eqn)[0],
-                operands[:first],
-                operands[first:][:carries],
-                operands[first + carries :],
+                operands[:n_constants],
+                operands[n_constants:][:n_carries],
+                operands[n_constants + n_carries :],
             )
         if name == "while":
             # The operands are the constants of its condition, those of its body, and the carries.
-            constants, body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            of_condition, rest = _cut(operands, constants)
-            of_body, first = _cut(rest, body_constants)
-            carries = self.loop(opened(eqn.params["body_jaxpr"]), of_body, first, [])
+            n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            of_condition, rest = _cut(operands, n_condition)
+            of_body, carries_before = _cut(rest, n_body)
+            carries = self.loop(opened(eqn.params["body_jaxpr"]), of_body, carries_before, [])
             # The condition decides the number of trips, so each carry depends on it too.
             trips = self.run(opened(eqn.params["cond_jaxpr"]), [*of_condition, *carries])
             return [self.met([*trips, carry]) for carry in carries]

@@ -1961,7 +1961,7 @@ EXPERTS = (
     ),
     Mutant(
         "_table",
-        "jnp.where(counts, read, rows), jnp.where(counts, pair, pairs)",
+        "jnp.where(is_pair, read, rows), jnp.where(is_pair, pair, pairs)",
         "read, pair",
         "test_experts.py::test_one_layer_is_all_experts_on_all_tokens",
     ),

@@ -635,7 +635,7 @@ def test_refusals():
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "one. Use gathered, or name",
+        "any axis. Use gathered, or name",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),
@@ -650,8 +650,7 @@ def test_refusals():
             with pytest.raises(
                 ValueError,
                 match=(
-                    f"^experts.{name}: the capacity is a multiple of the mean load, and above 0; "
-                    "got"
+                    f"^experts.{name} needs a capacity above 0, as a multiple of the mean load; got"
                 ),
             ):
                 make(capacity)

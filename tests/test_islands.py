@@ -366,8 +366,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="the batch is the same on all islands"):
         runs(train, specs_of_batch=P("data"))
     for stream, message in {
-        islands.by_path("up"): r"of down they have 0 elements, and it has 32",
-        islands.by_path("up", "**"): r"of up they have 256 elements, and it has 128",
+        islands.by_path("up"): r"they have 0 elements of down, which has 32",
+        islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
     }.items():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))
@@ -385,7 +385,7 @@ def test_refusals():
         (
             2,
             islands.Stream(APART, mixing=1.5),
-            "a mixing from 0 to 1; got 1.5. Use 0, and islands",
+            "a mixing from 0 to 1; got 1.5. Use 0 to let islands",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -181,8 +181,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
     """
     jaxpr = program.jaxpr
-    # A value that varies along a mesh axis depends on the device, so it cannot be computed here. It
-    # is treated as if it depended on the arguments.
+    # A value that varies along a mesh axis depends on the device, so it cannot be computed here:
+    # `reached` has it, like the values that depend on the arguments.
     varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
     tables, inner_tables = [], []
@@ -206,9 +206,9 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         return inner_tables
     # The equations that do not depend on the arguments are enough to compute the tables. Effects
     # are those of the whole program, which these equations do not have.
-    counted = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
+    without_arguments = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
-        jaxpr.replace(outvars=tables, eqns=counted, effects=frozenset()), program.consts
+        jaxpr.replace(outvars=tables, eqns=without_arguments, effects=frozenset()), program.consts
     )
     # The tables do not depend on the arguments, so any values will do.
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]

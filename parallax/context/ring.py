@@ -106,7 +106,8 @@ class _Ring(NamedTuple):
     causal: bool
 
     def local_pairs(self):
-        """Returns the pairs of this device's own chunks, [pairs, 3], of each with earlier ones."""
+        """Returns the pairs of this device's own chunks, [pairs, 3]: of each chunk with earlier
+        chunks."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):

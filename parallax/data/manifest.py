@@ -93,13 +93,13 @@ def read(path: Path) -> dict[str, Any]:
     if rest != f"{hashed(line)}\n".encode():
         raise Damaged(
             f"{path}: the manifest is damaged: needed a line of JSON and its hash, got "
-            f"{len(content)} other bytes."
+            f"{len(content)} bytes of another form."
         )
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise Damaged(
-            f"{path}: needed a line of JSON, got {len(line)} other bytes: {error}."
+            f"{path}: needed a line of JSON, got {len(line)} bytes that are no JSON: {error}."
         ) from error
     need(isinstance(record, dict), path, "an object", record)
     return record

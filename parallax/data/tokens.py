@@ -244,7 +244,7 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
         raise ValueError(
             f"{tokens}: needed tokens of a vocabulary of {vocabulary}; "
             f"these are of a vocabulary of {stored}. "
-            "Give the tokenizer that made them, or make them again."
+            "Use the tokenizer that made these tokens, or write them again."
         )
     item = stored_as(vocabulary).name
     needed = f"{item}, as vocabulary {vocabulary} asks"

@@ -247,7 +247,7 @@ class ragged:
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
-                "over one. Use gathered, or name the axis."
+                "over any axis. Use gathered, or name the axis."
             )
         if axis.algorithm != xla:
             raise ValueError(
@@ -440,6 +440,6 @@ def _check_capacity(name: str, capacity: float) -> None:
     """Raises `ValueError` unless the capacity is above 0."""
     if not capacity > 0:
         raise ValueError(
-            f"experts.{name}: the capacity is a multiple of the mean load, and above 0; got "
+            f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "
             f"{capacity}. Use 1.25 for a quarter of room to spare, or math.inf to drop nothing."
         )

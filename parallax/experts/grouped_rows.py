@@ -105,8 +105,8 @@ class Block(NamedTuple):
 
     Attributes:
         expert: the number of the expert.
-        read: for each row of the block, the row of x to read. Filling rows are copies of the last
-            row that counts, so that all computed numbers are finite.
+        read: for each row of the block, the row of x to read. Filling rows are copies of the
+            expert's last row, so that all computed numbers are finite.
         written: for each row of the block, the row of the result: as `read`, but out of range for
             filling rows, whose results are not written.
         pair: the pair of each row. Filling rows have a number out of range.
@@ -151,12 +151,12 @@ def _table(
         # The number of blocks of earlier experts.
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
-        counts = place < starts[expert + 1]  # false for filling rows
+        is_pair = place < starts[expert + 1]  # false for filling rows
         # Filling rows repeat the last pair of the expert, so that they read a row of x that exists.
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
         # To write to, filling rows get numbers out of range, which a scatter drops.
-        return Block(expert, read, jnp.where(counts, read, rows), jnp.where(counts, pair, pairs))
+        return Block(expert, read, jnp.where(is_pair, read, rows), jnp.where(is_pair, pair, pairs))
 
     return block, ends[-1]
 

@@ -376,8 +376,8 @@ def local_gradients(
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
             f"A gradient function over {axes_with_shares} is inside another one over the same "
-            "axis. Some of its parameters are shares along that axis, and no type tells shares "
-            "from copies. Average the inner gradients by hand: lax.pmean(gradients, "
+            "axis. Some parameters are shares along that axis, and no type tells shares from "
+            "copies. Average the inner gradients by hand: lax.pmean(gradients, "
             f"{axes_with_shares[0]!r})."
         )
     # If an enclosing function declared all parameters varying along an axis, they are copies there.

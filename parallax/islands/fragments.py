@@ -186,8 +186,8 @@ def checked_fragments(
     for name, leaf in wholes.items():
         if sizes.get(name, 0) != leaf.size:
             raise ValueError(
-                "islands: the fragments together must have each element of the model once; of "
-                f"{name or 'the parameter'} they have {sizes.get(name, 0)} elements, and it has "
+                "islands: the fragments together must have each element of the model once; they "
+                f"have {sizes.get(name, 0)} elements of {name or 'the parameter'}, which has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
     return fragments

@@ -104,7 +104,7 @@ def local(
         )
     if not 0 <= stream.mixing <= 1:
         raise ValueError(
-            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0, and islands "
+            f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
     # `checked` refuses an update that mixes the elements of a leaf that is split.
@@ -174,12 +174,14 @@ class _Round(eqx.Module):
     present: Bool[Array, " islands"] | None
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, of this island and of all, after an exchange and its use."""
+        """Returns `(inner, state)`, the states of this island and of all, after an exchange and its
+        use."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, of this island and of all, after an exchange.
+        """Returns `(inner, state)`, the states of this island and of all islands, after an
+        exchange.
 
         The exchange's result and the new rounding errors are stored in `state`, for `finish`.
         """
@@ -192,7 +194,8 @@ class _Round(eqx.Module):
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, of this island and of all, after the use of a stored result."""
+        """Returns `(inner, state)`, the states of this island and of all, after a stored result is
+        used."""
         inner, state = states
         sent = state.sent[self.k]
         assert sent is not None  # since a stream with a delay has such a result in its state
@@ -421,8 +424,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
         and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves)
     ):
         raise ValueError(
-            "islands.local: the batch is the same on all islands, so they would all train the "
-            f"same. Split it over {names} too, such as by the spec P({(*names, 'data')!r})."
+            "islands.local: the batch is the same on all islands, so all would train the same "
+            f"model. Split it over {names} too, such as by the spec P({(*names, 'data')!r})."
         )
 
 
@@ -437,7 +440,7 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
             raise ValueError(
                 f"islands.local: the train step works along {names} itself, by "
                 f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would "
-                "exchange in every step. Leave that axis out of its reductions: "
+                "exchange in every step. Leave that axis out of the step's reductions: "
                 f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local joins "
                 "the islands."
             )

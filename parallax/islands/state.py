@@ -217,6 +217,7 @@ def _specs(
         part_specs = spec_of(part_shapes)
         optimizer.append(rules.optimizer_specs(outer, part_shapes, part_specs, mesh))
         error.append(stacked(part_specs) if has_feedback else None)
+        # The fields of `SentChanges` are mean, some and present.
         sent.append(SentChanges(part_specs, P(), P(names)) if waits else None)
     return State(inner, spec_of(weights), tuple(optimizer), tuple(error), tuple(sent))
 
