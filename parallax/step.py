@@ -32,8 +32,8 @@ from parallax.optimizers.elementwise import checked, with_extra
 
 
 class State(eqx.Module):
-    """The state that a step changes, from which a run can continue. The tree of its specs has this
-    form too.
+    """The state that a step changes, from which a run can continue. Its specs are a `State` too,
+    with a spec in place of each array.
 
     Attributes:
         model: the parameters, in a tree that may have leaves of other kinds.
@@ -54,9 +54,9 @@ class Info(NamedTuple):
     Attributes:
         loss: the loss of the global batch, as the gradient function returned it: a scalar.
         gradient_norm: the norm of all gradients together, before `make` clips them: a scalar.
-        skipped: whether the step left the model and the optimizer's state as they were: a scalar.
-            It did if the loss or the norm was not finite, if the update would have made a number
-            infinite or NaN, or if the loss was above the limit.
+        skipped: whether the step left the model and the optimizer's state as they were: a scalar. A
+            step is skipped if the loss or the norm was not finite, if the update would have made a
+            number infinite or NaN, or if the loss was above the limit.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -143,7 +143,8 @@ def make(
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
             gradients = grads.scaled(gradients, norm, max_norm)
-        # Sums are wide up to here. The optimizer's state has the types of the parameters.
+        # Up to here, gradients that are sums are float32 or wider. The optimizer's state has
+        # the dtypes of the parameters, so the gradients get these too.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         extra = extra_args(Info(loss, norm, ~finite, aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
@@ -156,7 +157,7 @@ def make(
         finite &= ~_lost(new, old, norm, reduce_norm_over)
         taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
-            # In one dtype: with strict promotion JAX refuses to compare two.
+            # Cast, since under strict promotion JAX refuses to compare two dtypes.
             taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
         model, optimizer_state = precision.select(taken, new, old)
         count = state.step + 1
@@ -349,7 +350,7 @@ def init(
 
 
 class Planned(NamedTuple):
-    """A state that can be made.
+    """A state that is planned but not made yet.
 
     Attributes:
         init: makes the state, each shard on its device. `init()` makes a new model;
@@ -395,8 +396,8 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
-        # `trained` is called inside `eval_shape`, since `trainable` may test for arrays, and a
-        # shape is not one.
+        # `trained` runs inside `eval_shape`, where leaves are arrays: `trainable` may test for
+        # arrays, and outside each leaf is a `ShapeDtypeStruct`.
         model = make_arrays()
         return state_of(model), trained(model)
 
@@ -408,7 +409,7 @@ def planned(
     if optimizer_rule is not None:
         owner_specs = rules.specs(state.model, optimizer_rule, mesh, batch_axes=batch_axes)
     optimizer_specs = rules.optimizer_specs(optimizer, trained_leaves, owner_specs, mesh)
-    # All devices have the step's number and the loss scale.
+    # The step's number and the loss scale are the same on all devices.
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
     make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
@@ -455,8 +456,8 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
-    `shapes`. Each process must have all of the whole arrays. Raises `ValueError` if their number,
-    shapes or dtypes are not those of `shapes`."""
+    `shapes`. Each process must have every array of `given` as a whole. Raises `ValueError` if their
+    number, shapes or dtypes are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):

@@ -47,7 +47,8 @@ class Mark(NamedTuple):
         terms: the axes over which the value is still to be summed: each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
-        placed: the dims for which a report has the positions of its elements in the whole array.
+        placed: the dims for which a report gives the positions of the block's elements in the whole
+            array.
     """
 
     path: str
@@ -322,7 +323,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # Inside the vmap the dims had no mapped one among them: from its place on they move by one.
+    # `placed` counts the dims without the mapped one: those at or after its place move by one.
     shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

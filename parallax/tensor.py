@@ -1,10 +1,10 @@
 """Tensor parallelism: a layer's weights are split over an axis, in Megatron's pair of layers.
 
 The first layer of a pair is column-parallel: each device has some of its outputs. The second is
-row-parallel: each device has some of its inputs. These are the same numbers, so nothing is sent
-between the two. `copy_to` stands before the pair (identity forward, all-reduce backward), and
-`reduce_from` after it (all-reduce forward, identity backward). The axis may be several axes. With
-`()` nothing is split, and the same code runs on one device.
+row-parallel: each device has some of its inputs. A device's outputs of the first layer are its
+inputs of the second, so nothing is sent between the two. `copy_to` stands before the pair (identity
+forward, all-reduce backward), and `reduce_from` after it (all-reduce forward, identity backward).
+The axis may be several axes. With `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
 axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
@@ -36,12 +36,13 @@ class Comms(NamedTuple):
 
     `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
 
-    Between layers there is the residual stream, [B, T, D]. A device has all its tokens, or some.
+    Between layers there is the residual stream, [B, T, D]. Each device has all tokens of the
+    stream, or some of them.
 
     Attributes:
         axis: the axis that the layers are split over.
         everywhere: `axis` and the axes that share the vocabulary with it. `all_tokens` and
-            `sum_partials` communicate over these.
+            `sum_partials` communicate over the axes of `everywhere`.
         all_tokens: `(x)`: from the residual stream to all tokens, [B, T, D], which each device then
             uses in its own way.
         sum_partials: `(x)`: from partial sums for all tokens, [B, T, D], to the residual stream.
@@ -59,7 +60,7 @@ class Comms(NamedTuple):
         context_shards: the number of devices that split the tokens of the layers.
         over_tokens: the axis or axes that split the tokens of the residual stream.
         gathered: `(x)`: from rows for the residual stream's tokens, [B, T, ...], to rows for all
-            tokens of the layers, the same on all devices of `axis`. It has no gradient.
+            tokens of the layers, the same on all devices of `axis`. `gathered` has no gradient.
         wrap_experts: takes the function of a mixture of experts and returns a function whose
             experts are split over an axis, as `experts.comms` does.
     """
@@ -427,8 +428,8 @@ def check_row(
         )
     if axis.size() == 1:  # nothing is split
         return
-    # If only one of the two varies along the axis, the sum over it is wrong. If neither does, it is
-    # refused by `reduce_from`.
+    # If only one of the two varies along the axis, the sum over it is wrong. If neither varies,
+    # `reduce_from` refuses the product.
     names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
     if names <= of_weight and not names & of_x:
         raise ValueError(
@@ -456,7 +457,7 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    It is `embed_partial`, and one all-reduce of the result.
+    One all-reduce sums the devices' results of `embed_partial`, whose arguments it takes.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis

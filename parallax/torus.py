@@ -5,7 +5,9 @@ an axis form a box, whose *sides* are the axis's pieces of the dims. A closed pa
 through that box is the ring of the axis: out along one side, and back through all other lines. A
 *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
 cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
-the mesh is taken. A *laying* is an order of a dim's pieces along the dim.
+the mesh is taken. A *laying* is an order of a dim's pieces along the dim, and a *line* is a laying
+as an array. A *path* is the order in which the ring of an axis visits the points of its box.
+`metrics[dim]` has the links between each two places of a dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -121,7 +123,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
 def hops(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> list[float]:
-    """Returns the mean number of links that a hop of the ring along each axis crosses.
+    """Returns, for each axis, the mean number of links that a hop of the axis's ring crosses.
 
     For an axis of one device it is 1. The arguments are as in `coordinates`.
     """

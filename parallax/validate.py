@@ -21,7 +21,8 @@ Remat = Literal["none", "gathers", "attention", "products", "block", "stage"]
 ScheduleName = Literal[
     "one_f_one_b_lockstep", "gpipe", "zero_bubble_lockstep", "one_f_one_b", "zero_bubble"
 ]
-# Schedules in which each stage runs its own jobs; in the others all stages keep step
+# Schedules in which each stage runs its own jobs; in the others all stages run the same kind of
+# job at the same time
 PER_STAGE = ("one_f_one_b", "zero_bubble")
 Fields = Mapping[str, Any]
 
@@ -127,8 +128,8 @@ def refusal(
 
     Args:
         fields: a layout's fields by name.
-        sizes: empty; or layers, heads, hidden, rows, batch and tokens, perhaps experts, devices and
-            processes.
+        sizes: an empty dict, to check the fields alone; or one with layers, heads, hidden, rows,
+            batch and tokens, and perhaps experts, devices and processes.
         wording: the form of the message.
         written: the fields that the caller wrote, by name; the others have their defaults.
         misread: the sentence for a fault of the caller's text, which is already mended in `fields`.
@@ -144,7 +145,8 @@ def refusal(
     working = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
     if not working:
         return needed
-    # The note belongs to the first cure, which may not be among those that work.
+    # The note is about the first cure. It is left out if the proposal does not contain this cure,
+    # because no repair that begins with it works.
     note = fault.note if fault.changes[0].items() <= working[0].items() else ""
     # Two cures may lead to the same repair. At most two are shown.
     texts = list(dict.fromkeys(wording.change(written or {}, repair) for repair in working))
@@ -233,12 +235,12 @@ def _values(fields: Fields) -> Iterator[Fault]:
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for the first size that is not a whole number above 0, or is too large.
     Otherwise yields one if the machine's devices cannot be shared evenly among its processes."""
-    # The cure is the least size that fits the layout, 1 for the other sizes.
+    # The cure: the least `devices` or `batch` that fits the layout, and 1 for any other size.
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= MOST:
             cure = {name: least.get(name, 1)}
-            yield Fault(f"Layout: {{{name}}} is no whole number from 1 to {MOST}.", (cure,))
+            yield Fault(f"Layout: {{{name}}} must be a whole number from 1 to {MOST}.", (cure,))
             return
     devices, processes = sizes.get("devices", 0), sizes.get("processes", 1)
     if devices % processes:
@@ -479,7 +481,8 @@ def _devices(fields: Fields) -> int:
 
 
 def closest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is closest to `size`; of two, the smaller one."""
+    """Returns the divisor of `number` that is closest to `size`; of two equally close ones, the
+    smaller."""
     # No divisor is larger than the number itself.
     size = min(number, size)
     # The distance grows, and the smaller number is tried first.
@@ -507,8 +510,8 @@ def escaped(text: str) -> str:
 
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
-    """Returns two cures for the size `name`: the multiple of `divisor` above `size`, and the one
-    below it unless that is 0."""
+    """Returns the cures for the size `name`: the next multiple of `divisor` above `size`, and the
+    next one below it unless that is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor  # -(-a // b) is a / b, rounded up
     return ({name: above}, {name: below}) if below else ({name: above},)

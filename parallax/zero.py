@@ -20,7 +20,8 @@ gives the dims of a leaf that `axis` splits, each as a `Split`: the dim and its 
 `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`, so that all devices
 send in one order: else they could wait for each other forever.
 
-`ZeRO` makes these functions, which must agree, from a stage, an axis and the model's rule.
+These functions must get the same axis and specs. The class `ZeRO` makes them all, from a stage, an
+axis and the model's rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -165,7 +166,8 @@ def sharded(
     # Refuses an optimizer that does not act element by element.
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    # The splits into shares, not over axes that split the parameter itself, as for experts.
+    # The splits of a leaf into shares. An axis that splits the parameter itself, such as that of
+    # experts, is left out.
     def splits(path, weight):
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
@@ -292,8 +294,9 @@ def gathered_once(
 
         wholes = _wholes(params, axis, by_path)
         gathered = jax.tree.map_with_path(only_split, wholes)
-        # What `grad` computes from a gathered leaf waits for all gathers, since `grad` may send
-        # too. `combine` takes whole leaves from `wholes`.
+        # `sequence_after(x, x)` makes each array wait for all. So a value that `grad` computes from
+        # a gathered leaf waits for all gathers, since `grad` may send too. `combine` takes whole
+        # leaves from `wholes`.
         results = grad(eqx.combine(sequence_after(gathered, gathered), wholes), batch)
         # The reduce-scatters wait for all results of `grad`, so that all devices send in one order.
         value, gradients = sequence_after(results, results)
@@ -372,8 +375,8 @@ def part_specs(
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
     """Returns `params` with its shares gathered over `axis` to whole leaves; the transpose is a
     reduce-scatter. `by_path` are the specs of the shares."""
-    # This raises an error for an axis that the mesh lacks. Otherwise `splits_of` would find no
-    # split over the axis, and the shares would count as whole leaves.
+    # The call is for its error only: it refuses an axis that the mesh lacks. Otherwise `splits_of`
+    # would find no split over the axis, and the shares would count as whole leaves.
     axis.size()
 
     def gather_dim(x, split):
@@ -396,8 +399,8 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
 
 @dataclass(frozen=True, eq=False)
 class ZeRO:
-    """All the functions of one stage of ZeRO, which must agree, made from the stage, the axis and
-    the model's own rule.
+    """All functions of one stage of ZeRO, made to fit each other from the stage, the axis and the
+    model's own rule.
 
         >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
         >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)

@@ -83,7 +83,7 @@ CASES = {
     ),
     "Layout().check(FITTING "
     "| {'batch': "
-    "'48'})": r"Layout: batch='48' is no whole number from 1 to 2147483647\. Use batch=1\.",
+    "'48'})": r"Layout: batch='48' must be a whole number from 1 to 2147483647\. Use batch=1\.",
     "Layout(data=4).check(FITTING | {'processes': 3})": r"the run has 3\. Use data=3,processes=3\.",
 }
 NUMPYS = {

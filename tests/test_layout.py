@@ -304,7 +304,7 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=2),
             {"batch": -4, "devices": 2},
-            "Layout: batch=-4 is no whole number from 1 to 2147483647. Use batch=2.",
+            "Layout: batch=-4 must be a whole number from 1 to 2147483647. Use batch=2.",
         ),
         (
             Layout(expert=8),
@@ -345,7 +345,7 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(),
             {"heads": 0},
-            "Layout: heads=0 is no whole number from 1 to 2147483647. Use heads=1.",
+            "Layout: heads=0 must be a whole number from 1 to 2147483647. Use heads=1.",
         ),
     ],
 )

@@ -93,11 +93,11 @@ def test_prints(arguments, words, capsys):
         ),
         (
             "plan --layout data=2 --batch 0",
-            "--batch 0 is no whole number from 1 to 2147483647. Use --layout data=2 --batch 2.",
+            "--batch 0 must be a whole number from 1 to 2147483647. Use --layout data=2 --batch 2.",
         ),
         (
             "plan --layout data=2 --devices -3",
-            "--devices -3 is no whole number from 1 to 2147483647. Use --layout data=2 ",
+            "--devices -3 must be a whole number from 1 to 2147483647. Use --layout data=2 ",
         ),
         ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
         (

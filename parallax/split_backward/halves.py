@@ -2,19 +2,21 @@
 of the weights.
 
 A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
-computed in W if I would otherwise hand more bytes to W. All other values are computed in I, such as
-the sums over tokens that are the gradient of a bias. W repeats a cheap operation that needs nothing
-computed in I; no matmul is computed twice. A scan becomes two scans: in each trip the first scan
-stacks the values that the second one reads.
+computed in W if its operands from I have fewer bytes than the value itself. All other values are
+computed in I, such as the sums over tokens that are the gradient of a bias. W repeats a cheap
+operation that needs nothing computed in I; no matmul is computed twice. A scan becomes two scans:
+in each trip the first scan stacks the values that the second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
 `made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
-only in W. A trip is one iteration of a scan. A place is the index of an equation in a jaxpr.
-`values` maps each variable to its value. A barrier is an `optimization_barrier`, whose result i is
-operand i. `flat` inlines the calls of a program.
+only in W. A trip is one iteration of a scan. A place is the index of an equation in a jaxpr; only
+`Step.places` are indices of operands. `values` maps each variable to its value. `live` finds the
+equations that some results need. The operands of a scan are its constants, the initial values of
+its carries (indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose
+result i is operand i. `flat` inlines the calls of a program.
 
-Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The cut of any
-traced program, by dead-code elimination, is ours.
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
+here, dead-code elimination on any traced program, is our own.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -105,8 +107,8 @@ class Step(NamedTuple):
     Attributes:
         eqn: the equation.
         loop: for a scan, the two halves of its trips; else None.
-        places: for a barrier, the indices of the operands that it passes on in this half, which
-            may lack the others; `_chosen` sets it. Other equations ignore it.
+        places: for a barrier, the indices of the operands that it takes in this half, since the
+            half may not have all of them; `_chosen` sets it. Other equations ignore it.
     """
 
     eqn: JaxprEqn
@@ -115,7 +117,8 @@ class Step(NamedTuple):
 
     def reads(self, half: int) -> list[Any]:
         """Returns the variables that the step reads in this half, 0 or 1."""
-        # The indices of the operands that it reads; all, unless it is a scan or a barrier.
+        # The indices of the operands that it reads: all, but for a scan or a barrier only those
+        # that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
@@ -141,8 +144,8 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second reads. Behind their values, the
-            first half also hands over the arrays that its scans stack.
+        handed: the variables of the first half that the second reads. The first half hands over
+            their values, and then the arrays that its scans stack.
         made: all variables that only the first half has.
         reads: the arguments that the first half reads, and those that the second half reads.
     """
@@ -310,8 +313,8 @@ def _cut(
         late: the arguments that only the second half is given; no result of `first` needs them.
     """
     jaxpr = program.jaxpr
-    # By the place of each needed equation, the indices of its needed results: for the results
-    # `first` alone, and for all.
+    # `live` returns the needed equations, as a dict from the place of each to the indices of its
+    # needed results: here for the results `first` alone, and for all results of both halves.
     needed_first, (needed_results, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
     # Each equation that a result needs, and whether the first and whether the second half may run
@@ -422,7 +425,7 @@ def _cut_loop(
         trip = _cut(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
-        # Not carries, which stay in the half that needs them, and not numbers of the program.
+        # A carry never moves: it stays in the half that needs it. A literal needs no move.
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
         # If a result moves to the first half, that may compute more variables: so cut again.
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
@@ -443,7 +446,8 @@ def _chosen(
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _acts(step.eqn)):
             continue
-        # For a barrier, whose result i is operand i; any other equation runs whole.
+        # For a barrier, result i is operand i, so it takes only the operands of wanted results. Any
+        # other equation ignores `places` and runs whole.
         places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
         chosen.append(step._replace(places=places))
         needed = needed | set(chosen[-1].reads(half))
