@@ -497,7 +497,14 @@ LAYERS = (
         "pass",
         f"{WRAPPED} -k 'gather_counts and lax'",
     ),
-    Mutant("_Sums.plain", '|= "all_gather" not in name', "|= False", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant("_Sums.plain", "|= not is_gather and", "|= False and", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant("_Sums._of_gathered", "|= dim in axes", "|= False", f"{WRAPPED} -k 'a_head_sums'"),
+    Mutant(
+        "_Sums._of_gathered", "dim in contracted[place]", "False", f"{WRAPPED} -k 'a_head_sums'"
+    ),
+    Mutant(
+        "_Sums._of_gathered", "is_kept and not is_chosen", "is_kept", f"{WRAPPED} -k 'a_head_sums'"
+    ),
     Mutant(
         "_Sums.plain", "any(map(self._is_zero, operands))", "True", f"{WRAPPED} -k 'a_head_sums'"
     ),

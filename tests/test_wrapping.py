@@ -594,6 +594,35 @@ HEADS = {  # and whether they are right
         lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"),
         True,
     ),
+    "a mean of what was gathered": (
+        lambda p, x, part: lax.pmean(
+            head(p, jnp.mean(jnp.tanh(lax.all_gather(x, "stage")), axis=0), part), "stage"
+        ),
+        False,
+    ),
+    "a sum of losses that were gathered": (
+        lambda p, x, part: jnp.sum(lax.all_gather(head(p, x, part), "stage")),
+        False,
+    ),
+    "a product with what was gathered": (
+        lambda p, x, part: lax.pmean(
+            head(p, jnp.einsum("s,sbw->bw", np.ones(2), lax.all_gather(x, "stage")), part), "stage"
+        ),
+        False,
+    ),
+    "a sum of what was gathered, with weights": (
+        lambda p, x, part: lax.pmean(
+            head(p, jnp.sum(lax.all_gather(x, "stage") * np.eye(2)[1][:, None, None], 0), part),
+            "stage",
+        ),
+        True,
+    ),
+    "the last of what was gathered, later": (
+        lambda p, x, part: lax.pmean(
+            head(p, jnp.moveaxis(lax.all_gather(x, "stage", axis=1), 1, 0)[-1], part), "stage"
+        ),
+        True,
+    ),
     "lax.pmean": (lambda p, x, part: lax.pmean(head(p, x, part), "stage"), False),
     "lax.psum": (lambda p, x, part: lax.psum(head(p, x, part), "stage"), False),
     "a ring's mean": (lambda p, x, part: ring.all_mean(head(p, x, part), "stage"), False),

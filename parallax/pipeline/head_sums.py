@@ -37,16 +37,19 @@ class Terms(NamedTuple):
         is_number: whether it depends on no argument.
         indexed: whether it depends on the stage's index.
         by_index: for a number, the function from a stage's index to its value; None if unknown.
+        gathered: the dim in which the `x` of all stages stand one after the other, if they were
+            gathered; None for other values.
     """
 
     early: bool = False
     is_number: bool = False
     indexed: bool = False
     by_index: Callable[[int], Any] | None = None
+    gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
         """Returns the terms of a value that is computed from both; its `by_index` is unknown."""
-        early, is_number, indexed, _ = second
+        early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
@@ -94,8 +97,11 @@ class _Sums(jaxprs.FollowingAlong):
         # A gather adds nothing up. A result that still differs between stages is no sum over them.
         # No other collective is an error here, so its result is not followed further.
         if joined.early and self.is_sent(eqn):
-            self.added |= "all_gather" not in name and not differs
-            return Terms()
+            is_gather = "all_gather" in name
+            self.added |= not is_gather and not differs
+            return Terms(gathered=eqn.params["all_gather_dimension"] if is_gather else None)
+        if any(operand.gathered is not None for operand in operands):
+            return self._of_gathered(eqn, operands, aval)
         if all(operand.is_number for operand in operands) and _is_local(eqn):
             joined = self._number(eqn, operands, aval)
         # A choice by the stage's index.
@@ -107,6 +113,33 @@ class _Sums(jaxprs.FollowingAlong):
         # A value whose type is the same on all stages is not one stage's own. An example is the
         # condition by which `cpu.sequence_after` makes one value wait for another.
         return joined if differs else joined._replace(early=False)
+
+    def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
+        """Returns the terms of a result of type `aval` that is computed from a gathered operand.
+        Sets `added` if the equation reduces or contracts the dim in which the stages stand.
+
+        The dim is followed through operations that keep the shape, reductions of other dims and
+        transposes. A factor or a choice that depends on no argument may leave early stages out, and
+        any other operation may take the last stage's `x` alone: both count as right.
+        """
+        name = eqn.primitive.name
+        place, dim = next(
+            (i, operand.gathered)
+            for i, operand in enumerate(operands)
+            if operand.gathered is not None
+        )
+        if name.startswith(("reduce_", "arg")) and "axes" in eqn.params:
+            axes = eqn.params["axes"]
+            self.added |= dim in axes
+            return Terms(gathered=None if dim in axes else dim - sum(axis < dim for axis in axes))
+        if name == "dot_general":
+            contracted, _ = eqn.params["dimension_numbers"]
+            self.added |= dim in contracted[place]
+        if name == "transpose":
+            return Terms(gathered=eqn.params["permutation"].index(dim))
+        is_kept = aval.shape == jaxprs.types(eqn.invars)[place].shape and not jaxprs.inner(eqn)
+        is_chosen = name in ("mul", "select_n") and any(operand.is_number for operand in operands)
+        return Terms(gathered=dim if is_kept and not is_chosen else None)
 
     def loop(self, body, constants, carry, sliced):
         """Returns the terms of a loop's results. A number of the carry, of a slice or of a result
