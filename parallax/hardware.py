@@ -55,9 +55,10 @@ class Hardware:
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
         clock: the cycles per second; 0 if the compiler states no cycles.
-        fresh: the seconds per byte of temporaries if each step gets new memory from the system; 0
-            if memory is kept.
-        short: the bytes of a number in `bfloat16` or `float16`: 4 if the compiler widens them.
+        fresh: the seconds per byte of temporaries that a step spends to get new memory from the
+            system; 0 if the steps keep their memory.
+        short: the bytes of a number in `bfloat16` or `float16`: 2, or 4 if the compiler widens such
+            numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
             hop is always one link.
     """
@@ -97,8 +98,8 @@ class Hardware:
         the axes on the torus. Without a torus each mean is 1.
 
         Raises:
-            ValueError: the product of the axes is neither the number of chips of the torus nor that
-                of its cores.
+            ValueError: the product of the axes is neither the number of the torus's chips nor the
+                number of its cores.
         """
         # A chip has one device, or two if each of its two cores is a device.
         # Without a torus, the product of its dims is 1, and nothing is refused.

@@ -176,8 +176,8 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether the argument is combined with data on a way to the result without a
-            collective: the shards of other devices are never used there.
+        unsent: whether the argument is combined with data before any collective, on some way to the
+            result: there, the shards of other devices are not used.
     """
 
     reached: list[bool]
@@ -449,8 +449,8 @@ def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     """Returns a name for the `jax.named_scope` of a loop that runs once or not at all in each
     iteration of an enclosing loop.
 
-    It runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in which, so
-    the compiled program does not show the number. Code that reads such programs finds it in this
-    name (`COUNTED`).
+    The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
+    which of them, so the compiled program does not show the number `runs`. Code that reads such
+    programs finds it in this name (`COUNTED`).
     """
     return f"{name}.{runs}_of_{rounds}"

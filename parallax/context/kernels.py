@@ -31,11 +31,11 @@ class Kernel(NamedTuple):
     """Two functions that compute a block of attention; they need not be differentiable.
 
     Both take three options. `causal=` says whether query t sees only keys 0 to t. `segments=` is
-    None, or the numbers of the tokens' documents, [B, T] and [B, S]: tokens of different documents
-    do not see each other. `positions=` is None, or the positions [T] and [S]: then `causal` is
-    False, and a query sees only keys whose position is not after the query's. `attention` passes no
-    positions, so a kernel cannot compute a window or ALiBi, which depend on them: see `gathered`.
-    Results are float32 or wider.
+    None, or a pair: the document's number of each query, [B, T], and of each key, [B, S]. Tokens of
+    different documents do not see each other. `positions=` is None, or a pair: the positions of the
+    queries, [T], and of the keys, [S]. With positions, `causal` is False, and a query sees only
+    keys whose position is not after its own. `attention` passes no positions, so a kernel cannot
+    compute a window or ALiBi, which depend on them: see `gathered`. Results are float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
@@ -43,8 +43,8 @@ class Kernel(NamedTuple):
             infinity, and an `out` of zeros.
         backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that these keys add to
             the gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
-            query with an `lse` of infinity has weights of 0: `attention` passes it for a block that
-            must not count.
+            query with an `lse` of infinity has weights of 0: `attention` passes such an `lse` for a
+            block that must not count.
     """
 
     forward: Callable[..., Any]
@@ -80,7 +80,8 @@ def merge_softmax(
 
 
 class _Tile(NamedTuple):
-    """The marks of a tile's tokens that decide which keys a query sees. A mark may be None: unused.
+    """The marks of a tile's tokens that decide which keys a query sees. A mark that is not used is
+    None.
 
     Attributes:
         positions: the place of each token.

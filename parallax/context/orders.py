@@ -2,8 +2,8 @@
 
 An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of a query
 chunk and a key chunk in which the query chunk is not before the key chunk. `block_pairs` lists
-these pairs hop by hop, the same number for each device. The attention runs this table, and the
-count of its work reads the same table.
+these pairs hop by hop, the same number for each device. The attention computes the pairs of this
+table, and the count of the attention's work reads the same table.
 
 A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
 table). Its chunks are numbered 0 to c - 1 within their devices.

@@ -4,7 +4,7 @@ A batch does not depend on the number of devices or processes that share it, nor
 So a run resumes at any step, on any layout, without a saved state of the loader. A process that
 needs only some `rows` of the batch reads only these rows.
 
-Legend: N tokens.
+Legend: N tokens of the text.
 """
 
 import itertools

@@ -68,9 +68,9 @@ class Prefetched(Generic[Batch]):
             for batch in batches:
                 ...
 
-    If `make` raises an error at a step, the `next` that asks for the batch of this step raises it.
-    At most `ahead` + 1 batches are in memory. At the end of the `with` block the thread ends, after
-    the batch that it is making.
+    If `make` raises an error at a step, the `next` that asks for the batch of this step raises this
+    error. At most `ahead` + 1 batches are in memory. At the end of the `with` block the thread
+    ends, after the batch that it is making.
 
     Args:
         make: a function that returns the batch of a step.

@@ -37,7 +37,7 @@ def save(picture: Any, path: Path) -> None:
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Removes the lines around a panel: those at `sides`, or all."""
+    """Removes the lines around a panel: the lines at `sides`, or all lines."""
     axes.spines[list(sides) or ["top", "right", "bottom", "left"]].set_visible(False)
 
 

@@ -9,9 +9,9 @@ i sends row `source[i]` of x to expert `ids[i]`, and the number E/n (`local_expe
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
-The third column counts the numbers that a device sends in a forward pass; the backward pass sends
-the same count. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the mean
-load.
+The third column is the count of numbers that a device sends in a forward pass; it sends as many in
+the backward pass. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the
+mean load.
 """
 
 import math
@@ -127,7 +127,8 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Sends each token to its experts' devices by an all-to-all of C rows to each, and back.
+    """Sends each token to its experts' devices by an all-to-all of C rows to each device, and the
+    results back.
 
     C is `capacity` times the mean, k T / n, rounded up. With `math.inf`, C is the largest possible
     load, and nothing is dropped. If more than C choices want one device, first choices have
@@ -220,8 +221,8 @@ class ragged:
         move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
 
     Raises:
-        ValueError: the capacity is 0 or below; or there is no axis, or one with an algorithm that
-            is not `jax.lax`.
+        ValueError: the capacity is 0 or below; or there is no axis, or an axis whose algorithm is
+            not `jax.lax`.
     """
 
     capacity: float

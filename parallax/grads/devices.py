@@ -597,9 +597,10 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are the same with only one of these two changes. Without `reduced=picked`,
-    `averaged` sums them at the end. Without the wrapped block, `jax.lax` sums them in the backward
-    pass. Sums are taken in float32 or wider, and rounded to the type that the block computes in.
+    The gradients are also right with only one of the two, the wrapped block and `reduced=picked`.
+    Without `reduced=picked`, `averaged` sums them at the end. Without the wrapped block, `jax.lax`
+    sums them in the backward pass. Sums are taken in float32 or wider, and rounded to the type that
+    the block computes in.
 
     Args:
         function: a block; its first argument is the tree of parameters, the same on all devices of

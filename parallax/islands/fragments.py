@@ -37,7 +37,7 @@ Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
 class Stream(NamedTuple):
-    """The fragments that rounds exchange, and the time of their use.
+    """The fragments that rounds exchange, and how the results are used.
 
     Attributes:
         fragments: returns the fragments of a model, or of its shapes: `whole_model`,

@@ -1,10 +1,10 @@
 """The state of islands: a training state for each, and the outer weights of all.
 
-*Inner* arrays belong to each island: they are stacked to [islands, ...], and the first dim is split
-over the islands. *Outer* arrays are the same on all islands. A *fragment* is the part of the model
-that a round exchanges; each fragment has its own outer optimizer state. The number of the step,
-`step`, is one number for all islands, without a dim of islands; `_step(inner)` returns it, and
-`_inner(state)` the inner state.
+Each island has *inner* arrays of its own: they are stacked to [islands, ...], and the first dim is
+split over the islands. *Outer* arrays are the same on all islands. A *fragment* is the part of the
+model that a round exchanges; each fragment has its own outer optimizer state. The number of the
+step, `step`, is one number for all islands, without a dim of islands; `_step(inner)` returns it,
+and `_inner(state)` the inner state.
 """
 
 import math
