@@ -131,6 +131,10 @@ def test_prints(arguments, words, capsys):
             "needed a record that bisect's Record.save wrote; got another file",
         ),
         ("bisect --layout data=2 --save nowhere/run.npz", "--save needs an existing folder; "),
+        (
+            "compile --target v5e:2x2 --layout data=4 --text nowhere/program.txt",
+            "--text needs an existing folder; ",
+        ),
     ],
 )
 def test_what_cannot_be_ends_with_a_sentence(arguments, message, capsys):

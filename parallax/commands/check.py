@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallax.commands.options import add_command, layout_of, model, use_cpus
+from parallax.commands.options import add_command, check_folder, layout_of, model, use_cpus
 
 
 def add_checks(commands: Any) -> None:
@@ -90,7 +90,11 @@ def first_difference(options: argparse.Namespace) -> str:
 
     chosen = model(options)
     layout = layout_of(options, chosen.config, options.devices)
-    _check_files(options)
+    if options.record and not Path(options.record).is_file():
+        raise ValueError(
+            f"--record needs a file that --save wrote; there is none at {options.record}."
+        )
+    check_folder(options, "save")
     # The record is loaded first, so a wrong file is refused before anything is compiled.
     reference = bisect.load(options.record) if options.record else None
     use_cpus(layout.devices)
@@ -126,14 +130,3 @@ def first_difference(options: argparse.Namespace) -> str:
     if options.save:
         split.save(options.save)
     return str(bisect.compare(reference, split))
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Raises `ValueError` if the file of `--record`, or the folder of `--save`, does not exist."""
-    if options.record and not Path(options.record).is_file():
-        raise ValueError(
-            f"--record needs a file that --save wrote; there is none at {options.record}."
-        )
-    if options.save and not Path(options.save).absolute().parent.is_dir():
-        folder = Path(options.save).absolute().parent
-        raise ValueError(f"--save needs an existing folder; {folder} does not exist.")

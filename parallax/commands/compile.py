@@ -9,6 +9,7 @@ from parallax.commands.options import (
     Model,
     add_command,
     add_island_options,
+    check_folder,
     layout_of,
     model,
 )
@@ -51,6 +52,8 @@ def compile_for(options: argparse.Namespace) -> str:
     from parallax.compiled import report, targets
     from parallax.draw import canvas
 
+    for name in ("trace", "picture", "text"):
+        check_folder(options, name)
     jax.config.update("jax_platforms", "cpu")
     if options.picture:
         canvas.figure(1, 1)  # if matplotlib is missing, raises now and not after the compilation

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # For each model, its family's module, and the name of its configuration there; "" if `model` makes
@@ -113,6 +114,14 @@ def use_cpus(devices: int) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+
+
+def check_folder(options: argparse.Namespace, name: str) -> None:
+    """Raises `ValueError` if the option `name` gives a file to write, and its folder does not
+    exist. Called before the work that the file is to keep."""
+    file = getattr(options, name)
+    if file and not (folder := Path(file).absolute().parent).is_dir():
+        raise ValueError(f"--{name} needs an existing folder; {folder} does not exist.")
 
 
 def model(options: argparse.Namespace) -> Model:

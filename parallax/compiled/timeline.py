@@ -31,7 +31,6 @@ from parallax.compiled import hlo, links, seconds, source_lines
 from parallax.compiled.certificate import along
 
 SPEEDS = (0.5, 1.0, 2.0)  # the factors on the links' speed in `Timeline.at_speed`
-ASYNC = ("copy-start", "slice-start", "async-start")
 
 
 class Event(NamedTuple):

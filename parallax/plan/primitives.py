@@ -36,12 +36,8 @@ READERS = {
     "argmax",
     "argmin",
 }
-UPDATES = {  # the index of the operand that each of these changes in a part
-    "dynamic_update_slice": 0,
-    "scatter": 0,
-    "scatter-add": 0,
-    "scatter_add": 0,
-}
+# These change a part of their first operand.
+UPDATES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 COLLECTIVES = {  # with their names in compiled programs
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
