@@ -201,8 +201,8 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
         raise ValueError(
-            f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec, {spec}, more. "
-            "Shorten the spec."
+            f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec {spec} has "
+            f"{len(spec.partitions)}. Shorten the spec."
         )
     # The axes of the `shard_map` around the tap; none outside of one.
     mesh = jax.sharding.get_abstract_mesh()

@@ -386,7 +386,7 @@ def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
     `name` is the caller's, for the message."""
     if bias is not None:
         raise ValueError(
-            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass None for the other, of "
+            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of "
             f"shape {bias.shape}."
         )
     return layer

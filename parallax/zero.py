@@ -452,8 +452,8 @@ class ZeRO:
             )
         if strange := [name for name in names if name not in self.mesh.shape]:
             raise ValueError(
-                f"ZeRO over {strange[0]!r} needs that axis, and the mesh has "
-                f"{dict(self.mesh.shape)}. Use one of those."
+                f"ZeRO over {strange[0]!r} needs a mesh with that axis; the axes are "
+                f"{dict(self.mesh.shape)}. Use one of these."
             )
         size = math.prod(self.mesh.shape[name] for name in names)
         axis_name = names[0] if len(names) == 1 else names

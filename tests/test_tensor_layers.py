@@ -255,7 +255,7 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
         P(),
-        "tensor.column: an eqx.nn.Linear brings its own bias. Pass None for the other, of shape "
+        "tensor.column: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of shape "
         "(8,).",
     ),
     "sequence's column": (

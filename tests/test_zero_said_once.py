@@ -187,7 +187,7 @@ FORGOTTEN = {
     "the axis of the mesh": (
         1,
         {"axis": "replica"},
-        "ZeRO over 'replica' needs that axis, and the mesh has {'data': 2",
+        "ZeRO over 'replica' needs a mesh with that axis; the axes are {'data': 2",
     ),
     "the stage": (0, {}, "ZeRO has the stages 1, 2 and 3; got stage=0"),
     "the model's other sizes": (
