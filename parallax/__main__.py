@@ -1,4 +1,5 @@
-"""The command line: plan a split, compile it for absent machines, and find the value that is wrong.
+"""The command line: plans how a model is split over devices, compiles a step for machines that are
+not here, and finds the first wrong value of a split step.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """

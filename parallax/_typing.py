@@ -1,4 +1,5 @@
-"""Types of trees, devices and rules. Tests check them at run time; type checkers read `Any`."""
+"""Types of trees, devices and rules. Tests check them at run time; for type checkers they are
+`Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias

@@ -47,7 +47,8 @@ def check_not_deleted(where: str, tree: PyTree) -> None:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
                 f"{where}: {keystr(path) or 'the array'} of shape {leaf.shape} was deleted: a step "
-                "that donates its state takes its arrays with it. Use what the step returned."
+                "that donates its state deletes the state's arrays. Use the state that the step "
+                "returned."
             )
 
 
@@ -61,7 +62,7 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         where: the beginning of the error message.
         ids: the tokens.
         vocabulary: the number of tokens that exist.
-        weights: the weights of the tokens after the first of each window. An id outside the
+        weights: one weight for each token of a window but the first. An id outside the
             vocabulary is accepted if it and all later tokens of its window have a weight of 0.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
@@ -72,7 +73,7 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{where} needs whole numbers, [batch, tokens]; got {ids.dtype}{list(ids.shape)}. "
-            "Encode a text."
+            "Pass the ids that a tokenizer gives."
         )
     if not (_known(ids) and _known(weights)):
         return

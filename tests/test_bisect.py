@@ -312,7 +312,7 @@ def test_other_arguments_are_named_before_all_else():
         one_device(), lambda: (tapped_net.run(data=2)()[0], (state, (rows, 2 * targets, keys)))
     )
     assert str(found.key) == "argument.1.1"
-    assert "given other values; summed 2 times" in found.diagnosis
+    assert "given different arguments; summed 2 times" in found.diagnosis
     assert found.program_slice is None
 
 

@@ -176,13 +176,13 @@ REFUSED = {  # (function, states, what is said)
     "a reduced sum": (
         lambda m, x: m.all_reduce(x, "x"),
         {"x": "R"},
-        "all_reduce along 'x' needs an x that varies or is the same there; this one, of shape "
+        "all_reduce along 'x' needs an x that is varying or invariant there; this one, of shape "
         "(8,), is reduced along 'x'. Cast it first: lax.pcast(x, 'x', to=\"varying\").",
     ),
     "an unreduced block": (
         lambda m, x: m.all_gather(x, "x"),
         {"x": "U"},
-        "all_gather along 'x' needs an x that varies or is the same there; this one, of shape "
+        "all_gather along 'x' needs an x that is varying or invariant there; this one, of shape "
         "(8,), is unreduced along 'x'. Sum it first, by all_reduce or reduce_scatter.",
     ),
     "unreduced along one of two": (

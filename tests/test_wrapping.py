@@ -1047,5 +1047,5 @@ def test_a_step_says_what_was_forgotten(what):
     "axis", [ErrorFeedback("data"), ring, None], ids=["error feedback", "no name", "nothing"]
 )
 def test_what_is_no_axis_is_refused(axis):
-    with pytest.raises(ValueError, match=f"An axis is a name.*got {re.escape(repr(axis))}"):
+    with pytest.raises(ValueError, match=f"An axis must be a name.*got {re.escape(repr(axis))}"):
         inspect.unwrap(Axis.of)(axis)  # without the tests' own check of types

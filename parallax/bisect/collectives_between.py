@@ -4,9 +4,11 @@ A *tap* is an equation that reports a value. Its `mark` has its path, which name
 model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
 backward through the equations from one value to the nearest taps.
 
-Of the functions of `jaxprs`, `inner(eqn)` returns the jaxprs in an equation. `called(eqn)` returns
-the jaxpr of an equation that calls a function, or None. `every(jaxpr)` yields all equations, inner
-ones too.
+A *body* is a jaxpr with the body that contains it (`parent`), the equation of the parent that runs
+it (`eqn`), and the equation that makes each of its variables (`makers`). `jaxprs.inner(eqn)`
+returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the jaxpr of the function that an
+equation calls, or None. `jaxprs.every(jaxpr)` yields the equations of a jaxpr and of all jaxprs in
+it.
 """
 
 import itertools
@@ -165,9 +167,10 @@ class _SliceReader:
         """Returns the operands from which an equation of `body` computes its result `atom`, and
         notes the equation.
 
-        There are three kinds of equations. A tap ends the search: it is noted, and no operand is
-        returned. A call of a function, or a `scan`, is opened: the operand is this result of its
-        jaxpr. All others are noted, with the functions and collectives inside them.
+        There are three kinds of equations. A tap ends the search (a LINEAR one does not): it is
+        noted, and no operand is returned. A call of a function, or a `scan`, is opened: the search
+        goes on in its jaxpr, from the result that becomes `atom`. All others are noted, with the
+        functions and collectives inside them.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -204,8 +207,8 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands outside of `body` that give `atom`, one of its inputs: that of the
-        equation around `body`.
+        """Returns the operand, of the equation around `body`, that becomes `atom`, an input of
+        `body`.
 
         If the input is the carry of a `scan`, it also depends on the carry of the trip before,
         which is a result of `body`. The program's own arguments, and constants, depend on nothing.
@@ -234,7 +237,8 @@ class _SliceReader:
 
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
-    """Returns whether a jaxpr is a function of JAX's own, without taps, which JAX caches."""
+    """Returns whether a jaxpr is that of a function of JAX itself, which JAX caches, and has no
+    tap."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))

@@ -1,8 +1,8 @@
 """Compares two runs, value by value in program order.
 
 A `Record` has the values of a run. The `Key` of a value has the path of its tap, its layer, and its
-`way`: argument, forward pass, backward pass or result. `copies` are mesh axes along which devices
-have different copies of one value.
+`way`: argument, forward pass, backward pass or result. `copies` are the mesh axes along which
+devices have copies of one value that should be equal and differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -144,8 +144,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits: `times` its rounding error in a right
-    run. Errors below the median of all errors count as the median.
+    """Returns a bound for each value of a run in few bits: `times` the value's rounding
+    error. Errors below the median of all errors count as the median.
 
     Args:
         exact: a run in more bits, on one device.
@@ -234,12 +234,12 @@ def _described(
     right, value = a.values[key].whole, b.values[key]
     wrong = _shaped_like(right, value.whole)
     index: tuple[int, ...] = ()
-    numbers = np.nan, np.nan
+    right_and_wrong = np.nan, np.nan  # the two numbers at `index`
     if right.shape == wrong.shape and right.size:
         off_by = np.abs(np.asarray(wrong, np.float64) - right)
         off_by = np.where(np.isnan(off_by), np.inf, off_by)  # nan differs most
         index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
-        numbers = float(right[index]), float(wrong[index])
+        right_and_wrong = float(right[index]), float(wrong[index])
     microbatch = None
     if value.rows is not None and index:
         # `dim` counts the batch's rows. Each device's part of it has the device's microbatches one
@@ -248,7 +248,7 @@ def _described(
         microbatch = index[dim] // rows % b.microbatches
     text = diagnose(right, wrong, b.sizes, b.microbatches, copies)
     if key.way == ARGUMENT:
-        text = f"the runs are given other values; {text}"
+        text = f"the two runs were given different arguments; {text}"
     if copies and key.layer >= 0:
         # The reports of several layers under one number look like copies that differ.
         text += "; or several layers have this number"
@@ -263,8 +263,10 @@ def _described(
     ]
     # Without such a value, the last equal one. At most four are shown.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
-    # `off` has the fields `off` and `bound`, and `numbers` has `right` and `wrong`.
-    return Difference(key, *off, index, *numbers, microbatch, text, after[-4:], program_slice)
+    # `off` has the fields `off` and `bound`.
+    return Difference(
+        key, *off, index, *right_and_wrong, microbatch, text, after[-4:], program_slice
+    )
 
 
 def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:

@@ -72,8 +72,8 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the shorter type to which the numbers seem to be rounded. Its rounding
-    error is near the largest relative error, within a factor of 16."""
+    """Returns a text with the shorter type to which the numbers seem to be rounded: the largest
+    relative error is at most the type's rounding error, and more than 1/16 of it."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:

@@ -8,7 +8,9 @@ cotangents of one part are multiplied by 1 / parts.
 
 A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the index of the
 device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none). For each of the
-dims `mark.placed`, its `places` has the positions of the block's elements in the whole array.
+dims `mark.placed`, its `places` has the positions of the block's elements in the whole array. The
+axes along which devices have terms of a sum are `mark.terms`. BATCH stands for all axes that split
+the rows of the batch.
 """
 
 import dataclasses
@@ -140,7 +142,9 @@ def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     path, layer, way, differs, rows = entry
     # The kinds of NumPy's dtypes: bool, integer, unsigned integer, floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
-        raise ValueError(f"{path!r} is a {whole.dtype} of the phase {way!r}")
+        raise ValueError(
+            f"{path!r} needs numbers of a phase in {PHASES}; got {whole.dtype} of the phase {way!r}"
+        )
     differs = {axis: float(off) for axis, off in differs.items()}
     return Key(str(path), int(layer), way), Value(
         whole, differs, None if rows is None else (int(rows[0]), int(rows[1]))
@@ -231,9 +235,9 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
     and in reverse in the backward pass. `paths` has the place of each tap in the trace.
     """
     layered = {key.path for key in keys if key.layer >= 0}
-    # Taps in layers are traced once, for all layers. Neighbours in the trace are one group, so that
-    # all values of a layer come before those of the next. `begins` is the place of the group's
-    # first tap.
+    # Taps in layers are traced once, for all layers. Such taps that are neighbours in the trace
+    # form one group, so that all values of a layer come before those of the next. `begins` is the
+    # place of the group's first tap.
     group, begins, was_layered = {}, -1, False
     for path in sorted(paths, key=paths.__getitem__):
         if path not in layered or not was_layered:
@@ -360,7 +364,7 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation a value is computed and reported again: only its first report counts. The
-    reports of a cotangent are added up; those of ticks without a job are 0.
+    reports of a cotangent are added up: those of ticks without a job are 0, and change nothing.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:

@@ -32,7 +32,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def straight(n: int) -> Route:
     """Returns the table in which each block goes straight to its device, in one message.
 
-    Each hop goes another distance, so the hops cannot be a loop, and the program grows with n.
+    Each hop has a different distance, so the hops cannot be a loop, and the program grows with n.
     """
     # {k: [k]} sends the block of the device that is k places further on straight there. Each hop is
     # a round of its own: one round of all hops would need n - 1 links at a time.

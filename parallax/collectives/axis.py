@@ -4,8 +4,8 @@
     tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name
 
 An algorithm is a value with functions like `lax`'s: `ring.all_reduce(x, "data")` is a
-drop-in for `lax.psum(x, "data")`. Called with a name, it gives an `Axis`, which has the same
-functions without the name.
+drop-in for `lax.psum(x, "data")`. An algorithm that is called with a name returns an `Axis`, whose
+functions are the same, but take no name.
 
 Notation: `A[I_X]` is split along dim I over the devices of axis X, one block on each. `A {U_X}` is
 a sum over axis X that is not taken yet: each device has one term.
@@ -30,7 +30,7 @@ Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options) of a tre
 
 
 def _no_table(*sizes: int) -> NoReturn:
-    """Raises `ValueError`. It is the `table` of an algorithm that has no table of messages."""
+    """Raises `ValueError`: the default for `Algorithm.table`, for algorithms without a table."""
     raise ValueError(
         "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
     )
@@ -134,9 +134,9 @@ class Axis:
             return Axis(axis)
         if not isinstance(axis, tuple | list):
             raise ValueError(
-                "An axis is a name, such as 'data', a tuple of names, or an algorithm with its "
-                f"name, such as ring('data'); got {axis!r}. An ErrorFeedback has a state, so it is "
-                "not an axis: call its own all_reduce."
+                "An axis must be a name, such as 'data', a tuple of names, or an algorithm with "
+                f"its name, such as ring('data'); got {axis!r}. An ErrorFeedback has a state, so "
+                "it is not an axis: call its own all_reduce."
             )
         names = tuple(name for name in axis if isinstance(name, str))
         if len(names) == len(axis):

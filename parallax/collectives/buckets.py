@@ -1,9 +1,9 @@
 """Many leaves in few messages: small arrays are packed into long ones, reduced, and unpacked.
 
 A message costs its latency whatever its size. Most leaves of a model (biases, norms) are far
-smaller than the data that a link carries in that time. Packing copies each packed leaf twice, and
-on a TPU changes how it is stored. So large leaves, which gain nothing, are sent as they are: a leaf
-that is alone in its bucket is not copied.
+smaller than the data that a link carries during one latency. Packing copies each packed leaf twice
+(into a bucket and out of it), and on a TPU changes how the leaf is stored. So large leaves, which
+gain nothing, are sent as they are: a leaf that is alone in its bucket is not copied.
 
 Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv
 2006.15704), section 3.2.3.

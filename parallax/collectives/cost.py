@@ -5,9 +5,10 @@
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send them at the same time, but a device with one port cannot. All numbers are integers
-that count padding too, and equal the numbers that the tests read from the compiled programs.
-`tuning.fit` measures the time of a hop on the live mesh.
+program may send them at the same time, but a device with one port cannot. The other rounds have
+`waits` set. A round's `reduced` is the bytes that a device adds to its own numbers. All numbers are
+integers that count padding too, and equal the numbers that the tests read from the compiled
+programs. `tuning.fit` measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -32,7 +33,8 @@ class Message(NamedTuple):
         bytes: the size of the message.
         step: the distance in devices along each dim of the table's box; negative if the message
             goes backwards. A message crosses one link on a switch, and `step` links on a bare ring.
-        pieces: the number of permutes that send the message: large blocks are not joined.
+        pieces: the number of permutes that send the message: one for each block if blocks are
+            large, else one for all.
     """
 
     bytes: int
@@ -131,8 +133,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
             of the product.
         n: the number of devices on the axis, or on each of several axes.
-        itemsize: the bytes of a number. An array is padded, with numbers of this size, until n
-            divides it.
+        itemsize: the bytes of a number. An array is padded, with numbers of this size, to a
+            multiple of n.
 
     Raises:
         ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
@@ -166,8 +168,8 @@ def rounds(
         )
     if nbytes % itemsize:
         raise ValueError(
-            f"cost.of: {nbytes} bytes are no multiple of itemsize={itemsize}. Pass itemsize=..., "
-            "the bytes of a number of the array."
+            f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
+            "itemsize=..., the bytes of a number of the array."
         )
     # A sorted tuple can be a key of the cache. The name of an axis does not change the rounds.
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))

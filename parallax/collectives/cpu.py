@@ -1,12 +1,12 @@
 """Workarounds that only XLA's CPU backend needs. Programs for other backends do not contain them.
 
-**Collectives in one order** (`sequence_after`): jaxlib 0.10.2 and 0.12.0. XLA's CPU backend may run
-operations that follow a loop while the loop still runs, if they do not use the loop's results. A
-collective after the loop can then meet a collective of the loop in the same rendezvous. The process
-aborts: "Id can't be larger than the number of participating threads". No issue of XLA is known for
-this fault. It is rare: pipelined steps on more devices than cores have shown it; this smallest
-unordered program did not in 400 runs. `compiled.hlo.unordered` finds such pairs in a compiled
-program.
+**Collectives in one order** (`sequence_after`), needed by jaxlib 0.10.2 and 0.12.0. XLA's CPU
+backend may run operations that follow a loop while the loop still runs, if they do not use the
+loop's results. A collective after the loop can then meet a collective of the loop in the same
+rendezvous. The process aborts: "Id can't be larger than the number of participating threads". No
+issue of XLA is known for this fault. It is rare: pipelined steps on more devices than cores have
+shown it. The program below has such a pair of collectives, but 400 runs of it did not abort.
+`compiled.hlo.unordered` finds such pairs in a compiled program.
 
     def body(x):
         looped = lax.fori_loop(0, 8, lambda _, y: lax.ppermute(jnp.tanh(y @ y), "i", ring), x)

@@ -79,8 +79,9 @@ def all_gather_leaf(
     if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))  # untiled, the result has a dim more
-    # A hop makes zeros, and its transpose adds: random keys allow neither. So the numbers of the
-    # keys are sent. They are an array with further dims at the end, so `dim` stays the same.
+    # A hop gives zeros to a device that receives nothing, and its transpose adds: random keys allow
+    # neither. So the numbers of the keys are sent. They are an array with further dims at the end,
+    # so `dim` stays the same.
     if is_key(x):
         numbers = all_gather_leaf(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))

@@ -7,7 +7,8 @@ is a list of arrays: one for each block, or a single array if the blocks are sma
 An *offset* is a place relative to this device, which is at `route.home`, offset 0:
 `route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
 of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
-offset o after a hop of `step`, and `pairs(step)` are the hop's (sender, receiver).
+offset o after a hop of `step`, `offset_after(o, step, k)` after k hops, and `pairs(step)` are the
+hop's (sender, receiver).
 
 Consecutive rounds in which each table sends on exactly the blocks that just arrived are a *chain*.
 A long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds
@@ -187,7 +188,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         """Returns a function from the trip to the terms that this device adds to a table's message.
 
         The table's first message holds the partial sums for the devices at `offsets`. `sums` are
-        partial sums from earlier chains, by table and offset; `take` removes one of them.
+        partial sums from earlier chains, by table and offset; `take` removes and
+        returns one of them, or returns this device's term if there is none.
         """
         route = routes[table]
 
@@ -324,7 +326,7 @@ def _loop(length: int, hop, carry):
 def _joined(blocks, dim: int) -> list:
     """Returns the arrays of a message: small blocks joined into one, large ones without a copy."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
-    # With one block there is nothing to join.
+    # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
     return [lax.concatenate(blocks, dim)] if is_joined else blocks
 

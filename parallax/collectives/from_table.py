@@ -6,7 +6,9 @@
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-Several tables may run side by side: each carries its own *share* of every block.
+A table, a `Route`, is a list of rounds {step: offsets}: in a reduce-scatter, the blocks of the
+devices `offsets` places further on go to the device `step` places further on. Several tables may
+run side by side: each carries its own *share* of every block.
 """
 
 import functools
@@ -50,8 +52,8 @@ def algorithm(
     dtype and shape, with the same replication types and derivatives. They work along one axis or
     several. For S bytes, padded to a multiple of n numbers, a device sends (n - 1)/n S in a
     reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. The transpose of
-    an all-reduce is free. The functions raise `ValueError` if a leaf lacks the dim, if the dim does
-    not divide, or if the code does not run over the axis.
+    an all-reduce is free. The functions raise `ValueError` if a leaf lacks the dim, if its
+    size is no multiple of n, or if the code does not run over the axis.
 
     Args:
         maker: gives the `Route` for n devices, or several that run side by side, each with a share

@@ -1,13 +1,14 @@
 """Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
 They are accurate enough for gradients, and send a quarter of the bytes: use `quantized("data")` for
-the data axis. Rounding harms activations and the sums of a cross-entropy more: a small GPT-2 that
-sent int8 along its tensor axis ended with a loss 20 % higher.
+the data axis. Rounding harms activations, and the sums of a cross-entropy, more than gradients: a
+small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
 the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
 block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
-by a power of two is exact, so the only error is the rounding, at most
+by a power of two is exact. So the number Q(x) that arrives for x has
+only the error of the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
@@ -501,7 +502,7 @@ def _widened(x):
 def quantized_in(block_size: int) -> Algorithm:
     """Returns `quantized` with blocks of `block_size` numbers instead of 32.
 
-    Its functions raise `ValueError` for sizes below 1.
+    Its functions raise `ValueError` if `block_size` is below 1.
     """
     # The all-reduce, the reduce-scatter and the all-gather, in the order of `Algorithm`'s fields.
     functions = (functools.partial(f, block_size=block_size) for f in _FUNCTIONS)

@@ -137,7 +137,7 @@ def matmul_reduce_scatter(
 
     Raises:
         ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
-            is not a multiple of the devices.
+            is not a multiple of the number of devices.
     """
     # The number of batch dims: `x` is [*batch, *F], the weight [*F, D], and their product
     # [*batch, D].
@@ -314,7 +314,8 @@ def _times(shape, dim: int, n: int):
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
-    """Raises `ValueError` if `dim` is the last dim, which the product sums over or makes."""
+    """Raises `ValueError` if `dim` is the last dim of `shape`. The product
+    sums over the last dim of `x`, and takes its own last dim from the weight."""
     if dim == len(shape) - 1:
         raise ValueError(
             f"{function}: {argument}={dim} is the last dim of shape {shape}, which the product "

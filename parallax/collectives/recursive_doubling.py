@@ -1,7 +1,8 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
 It suits small arrays, whose time depends only on the number of hops. For n devices, p the greatest
-power of two not above n, and S the bytes of the array on one device:
+power of two not above n, and S the bytes of the array on one device. `A {U_X} -> A`: before, each
+device on axis X has one term of a sum; after, each has the sum.
 
 | function | bytes a device sends, at most | hops | transpose |
 |---|---|---|---|
@@ -61,7 +62,7 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    In hop k device i exchanges its sum, all of `x`, with device i XOR 2**k; there are log2 n hops.
+    In hop k device i exchanges its sum, all of `x`, with device i XOR 2**k; there are log2 p hops.
     Both devices add the same two numbers, and a + b equals b + a to the last bit, so all devices
     end with the same bits. Unless n is a power of two, there are 2 more hops. The n - p last
     devices first send their terms to the front, and receive the result at the end. (Without this

@@ -2,7 +2,8 @@
 
 `ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it. A table
 is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that belong to
-the devices `offsets` places further on go to the device `step` places further on.
+the devices `offsets` places further on go to the device `step` places further on. `product(tables,
+order)` is one table that runs several in this order, each along its own dims of a box.
 
 The table below is for n devices. A *message* is the data that a device sends to another at once.
 
@@ -22,8 +23,8 @@ all-reduce is a reduce-scatter and then an all-gather. Blocks of more than `exec
 are sent as one permute each: joining them would take longer.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
-al., Collective communication: theory, practice, and experience (2007), for two; Bruck et al.,
-Efficient algorithms for all-to-all communications (1997) and Träff, Optimal, non-pipelined
+al., Collective communication: theory, practice, and experience (2007), for `two_rings`; Bruck et
+al., Efficient algorithms for all-to-all communications (1997) and Träff, Optimal, non-pipelined
 reduce-scatter and allreduce algorithms (2024), for halving by offsets; Thakur, Rabenseifner and
 Gropp, Optimization of collective communication operations in MPICH (2005), for pairs; Jain and
 Sabharwal, Optimal bucket algorithms for large MPI collectives on torus interconnects (2010).

@@ -31,7 +31,8 @@ def all_reduce_array(x, routes, axis_name):
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
     # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
-    # cannot index 2**31 numbers, so these form rows of 128, equally many in each part.
+    # cannot index 2**31 numbers, so such a vector is cut into rows of 128 numbers, equally many in
+    # each part.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -58,8 +59,8 @@ def all_gather_array(x, dim: int, routes, axis_name):
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
-    # Otherwise `x` is sent as a vector, or as rows of 128 numbers. It is one block already, so only
-    # its parts must divide.
+    # Otherwise `x` is sent as a vector, or as rows of 128 numbers. It is one block already, so
+    # only its parts must have equally many rows.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
@@ -132,8 +133,8 @@ def _in_rows(flat, size: int, blocks: int):
         return flat
     if flat.size % (128 * blocks):
         raise ValueError(
-            f"An array of {size} numbers needs a dim that {128 * blocks} divides. Pad it, or cut "
-            "it in two."
+            f"An array of {size} numbers needs a dim whose size is a multiple of {128 * blocks}. "
+            "Pad it, or cut it in two."
         )
     return flat.reshape(-1, 128)
 

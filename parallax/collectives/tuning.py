@@ -381,8 +381,8 @@ def _report(
             prediction = "" if seconds is None else f" ({1e3 * seconds:.3g})"
             cells.append(f"{_bytes(size)} {1e3 * measured:.3g}{prediction}")
         lines.append(f"  {describe(f)}: {', '.join(cells)}")
-    # The powers of two from 4 B to 1 GB, in runs with the same choice: each run is named with its
-    # smallest size, and the first without.
+    # The powers of two from 4 B to 1 GB, in runs of neighbours with the same choice. A run is
+    # written as its choice and its smallest size; the first run without a size.
     chosen = []
     for f, sizes in itertools.groupby([2**k for k in range(2, 31)], key=choice.fastest):
         smallest = f" from {_bytes(next(sizes))}" if chosen else ""

@@ -6,8 +6,8 @@ yet: each device has one term. A *reduced* value is the same on all, and its cot
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
-of `ppermute`s could never leave the map under `out_specs=P()`. And JAX would derive its transpose
-hop by hop.
+of `ppermute`s could never leave the map under `out_specs=P()`. And JAX would derive the transpose
+of the ring hop by hop.
 
 Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
 its own term of an unreduced value. `linear` pairs a linear function with its transpose, as
@@ -395,7 +395,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
     if reduced:
         cure = f'Cast it first: lax.pcast(x, {reduced[0]!r}, to="varying")'
     raise ValueError(
-        f"{name} along {axis_name!r} needs an x that varies or is the same there; this one, of "
+        f"{name} along {axis_name!r} needs an x that is varying or invariant there; this one, of "
         f"shape {x.shape}, is {_describe(states)}. {cure}."
     )
 

@@ -134,7 +134,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     # `Wording` has the functions by which an error writes a value, and a change that it proposes,
     # as flags of this command.
     wording = validate.Wording(flag, precision_flag)
-    # Its result is not used: it refuses an unknown precision, with a message that names the flag.
+    # This call only refuses an unknown precision, with a message that names the flag.
     Layout.parse(f"precision={options.precision}", wording=wording)
     plans = layouts.search(
         config,

@@ -5,11 +5,11 @@
     predicted = {"data": cost.of(ring.all_reduce, nbytes, n)}
     print(*certificate.differences(entries, predicted), sep="\\n")
 
-A loop's body counts once for each trip. XLA numbers the devices; the mesh tells along which axes a
-group of devices lies. In a *chain* each collective waits for the one before it; its length is
-counted in `hops`. A *computation* is a list of instructions with a name, such as a loop's body.
-`hlo.runs` yields the collectives of a program, each with its number of runs (`times`); the `ops` of
-a collective are the arrays that it returns.
+A collective in a loop counts once for each trip. XLA writes the numbers of a group's devices; the
+mesh tells along which axes these devices differ. In a *chain* each collective waits for the one
+before it; its length is counted in `hops`. A *computation* is a list of instructions with a name,
+such as a loop's body. `hlo.runs` yields the collectives of a program, each with its number of runs
+(`times`); the `ops` of a collective are the arrays that it returns.
 """
 
 import functools

@@ -17,7 +17,7 @@ from parallax.hardware import Hardware
 
 
 class Costly(NamedTuple):
-    """An instruction.
+    """An instruction that takes time.
 
     Attributes:
         seconds: its time in a whole step, without messages.
@@ -54,11 +54,13 @@ def instructions(
     costs, expensive = seconds.Costs(program, chip, cores), []
 
     def add_computation(name: str, times: int | Fraction) -> None:
-        """Adds to `expensive` the instructions of a computation that runs `times` times in a
-        step."""
+        """Adds to `expensive` the instructions of a computation that runs `times` times in a step.
+
+        A mean number of trips may make `times` a fraction, which is rounded down in the end.
+        """
         for line in program[name]:
-            # Only these are entered, all branches of a conditional. The time of a fusion includes
-            # the time of the instructions in it.
+            # Only these have their computations counted (of a conditional, all branches). The time
+            # of a fusion includes the time of the instructions in it.
             if line.opcode in ("while", "conditional", "call"):
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))

@@ -107,7 +107,7 @@ class Instruction(NamedTuple):
     def called(self) -> list[tuple[str, int]]:
         """The computations that the instruction runs, each with its number of runs; 0 if that is
         not known."""
-        # An asynchronous instruction runs them at its start, and would count them again here.
+        # An asynchronous instruction runs them at its start; its end would count them again.
         if self.opcode.endswith(("-done", "-update")):
             return []
         stated = TRIPS.search(self.attributes)
@@ -331,6 +331,7 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
+    # For each named axis: the size of the slower part before its named part, and of that part.
     along = {
         name: (int(before or 1), int(size or shape[name]))
         for name, _, before, size in NAMED_AXIS.findall(names)

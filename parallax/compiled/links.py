@@ -2,13 +2,15 @@
 devices and their switch, or slices or machines by a network.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
-    # Bytes over each link, and the most links that one message takes.
+    # The seconds for which each link is busy, and the longest latency of a message.
     machine.crossing({(0, 1): 4096})
 
 A link carries one message at a time; messages that share it wait for each other. *Flows* are the
 bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order. An
-`alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.reached[1]` is the share
-that links reach of their stated rate.
+`alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has both for a link,
+and `hardware.slow` for the network. `hardware.reached[1]` is the share that links reach of their
+stated rate. A `Machine` has, for each device, its coordinates (`places`) and the number of its
+slice or machine (`groups`); `sizes` are those of the torus, and empty for a switch.
 """
 
 from collections import Counter

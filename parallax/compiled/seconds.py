@@ -127,8 +127,8 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """Returns the bytes that a fusion reads of one parameter. It reads only slices if nothing
-        else uses the parameter, and nothing if it only updates the parameter in place."""
+        """Returns the bytes that a fusion reads of one parameter. If all users of the parameter
+        are slices, only these are read. If all only update it in place, nothing is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))

@@ -259,8 +259,10 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
     # Without this, a lock file ends the second process that compiles.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     _installed("libtpu", "tpu")
-    many = {"num_slices": slices} if slices > 1 else {}
-    return _topologies().get_topology_desc(platform="tpu", topology_name=f"{chip}:{sizes}", **many)
+    slice_option = {"num_slices": slices} if slices > 1 else {}
+    return _topologies().get_topology_desc(
+        platform="tpu", topology_name=f"{chip}:{sizes}", **slice_option
+    )
 
 
 def _gpus(chip: str, count: int) -> Any:
@@ -270,7 +272,7 @@ def _gpus(chip: str, count: int) -> Any:
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
     if count % machines:  # `target` adds the name and examples to this message
-        raise ValueError(f"{count} GPUs do not divide into machines of {MACHINE}")
+        raise ValueError(f"{count} GPUs cannot fill equal machines of at most {MACHINE} GPUs")
     # Groups of machines, machines of a group, GPUs of a machine.
     shape = f"1x{machines}x{count // machines}"
     return _topologies().get_topology_desc(

@@ -14,9 +14,10 @@ This is an estimate from a compiler's estimates and the rates in `parallax.hardw
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
 wait for the slowest stage of a tick.
 
-The `state` of a replay has the time `now`, and the time from which each link is `free`. It has the
-fraction of a trip that is `due` for each loop, and the arguments of `_Replay.run`. A `line` is an
-instruction; `line.called` has the computations that it runs, each with its runs (0: unknown).
+The `state` of a replay has the time `now`, and the time from which each link is `free`. It has, for
+each loop, the fraction of a trip that is `due` in later runs, and the arguments of `_Replay.run`. A
+`line` is an instruction; `line.called` has the computations that it runs, each with its runs (0:
+unknown).
 """
 
 import math
@@ -114,8 +115,8 @@ def of(
         events=events,
         # The loops whose trips are given neither by their text nor by their name (`counted`).
         unbounded=sum(
-            run.opcode == "while" and not (dict(run.called).get(_body(run)) or run.counted)
-            for run in _all(program)
+            line.opcode == "while" and not (dict(line.called).get(_body(line)) or line.counted)
+            for line in _all(program)
         ),
     )
 
