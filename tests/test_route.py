@@ -382,7 +382,7 @@ def test_more_numbers_than_int32_counts_are_rows():
     odd = lambda x: ring.all_gather(x, "x", tiled=True)
     with pytest.raises(
         ValueError,
-        match=r"^An array of 2147483656 numbers needs a dim whose size is a multiple of 128\. Pad it",
+        match=r"^An array of 2147483656 numbers needs a dim whose size is a multiple of 128\. Pad",
     ):
         jax.eval_shape(
             mesh.spmd(odd, mesh=world, in_specs=(P("x"),), out_specs=P("x")),
