@@ -4,6 +4,7 @@ Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n 
 `[T_X]` and `[H_X]` are split over the axis.
 
 A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
+`vary_alike` gives q, k and v one type; `whole_segments` gathers the segments of whole sequences.
 """
 
 from collections.abc import Callable

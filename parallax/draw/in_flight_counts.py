@@ -1,5 +1,6 @@
 """Draws the number of microbatches that each stage of a schedule holds over time, which is its cost
-in memory.
+in memory. A `Span` is one job of a stage, in its `lane` (forward, backward or weight), from `start`
+to `stop`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """Draws a replayed program over time: when it computes, and when each axis carries messages.
 
-A *row* is a line of time: "compute", or a set of axes with messages.
+A *row* is a line of time: "compute", or a set of axes with messages. An `Event` is an instruction
+or a message in its `row`, from `start` to `stop` in seconds. *Exposed* is the time that would be
+saved if messages took no time.
 """
 
 import json

@@ -3,7 +3,8 @@
 A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
 microbatch is *in flight* on a stage that holds its residuals. The *makespan* is the time of all
 jobs, and the *bubble* is the part of it in which a stage is idle. In a table of a lane, [ticks,
-stages], a job is microbatch * chunks + chunk, and -1 means idle.
+stages], a job is microbatch * chunks + chunk, and -1 means idle. A `Span` is one job, from `start`
+to `stop`, in the unit of the costs.
 """
 
 from collections.abc import Sequence
