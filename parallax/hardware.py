@@ -121,8 +121,8 @@ class Hardware:
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
-    """Returns the record of a GPU: memory in GB, rates in teraflops per second, the others in GB
-    per second.
+    """Returns the record of a GPU: `memory` is in GB, `rate` and `full_rate` are in teraflops per
+    second, and `bandwidth`, `nvlink` and `network` in GB per second.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.

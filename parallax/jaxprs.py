@@ -118,7 +118,7 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from every(body)
 
 
-# The primitives that communicate: that of this library's collectives, and those of JAX
+# The primitives that communicate: `linear_collective` of this library, and JAX's collectives
 COLLECTIVES = frozenset(
     {
         "linear_collective",
@@ -213,7 +213,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses say what a fact is, and define `plain`. The facts about two values are joined by `|`.
+    Subclasses choose the type of a fact, and define `plain`. The facts about two values are joined
+    by `|`.
 
     Attributes:
         unknown: the fact about a value of which nothing is known.
@@ -241,7 +242,7 @@ class Following:
         return functools.reduce(operator.or_, operands, self.unknown)
 
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """Returns the facts about a program's results, given those about its arguments."""
+        """Returns the facts about a program's results, given the facts about its arguments."""
         jaxpr = opened(program)
         # A jaxpr that is not closed has only the types of its constants, not the values.
         numbers = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
@@ -258,7 +259,7 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about an equation's results, given those about its `operands`. Inner
+        """Returns the facts about an equation's results, given the facts about its operands. Inner
         programs are followed by `branches`, `loop` and `run`, and other equations by `plain`."""
         name = eqn.primitive.name
         if name == "cond":
@@ -273,7 +274,8 @@ class Following:
                 operands[n_constants + n_carries :],
             )
         if name == "while":
-            # The operands are the constants of its condition, those of its body, and the carries.
+            # The operands are the constants of the condition, the constants of the body, and the
+            # carries.
             n_condition, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             of_condition, rest = _cut(operands, n_condition)
             of_body, carries_before = _cut(rest, n_body)
@@ -362,7 +364,7 @@ class _Ways(FollowingAlong):
         return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
-        """Returns the `Reach` of an equation's result, given those of its operands."""
+        """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
         # A collective joins the value with the parts of other devices: from here on it depends on
@@ -382,7 +384,7 @@ class _Ways(FollowingAlong):
         """Returns the dependence of a result that combines all operands: an operand's arguments are
         `met` if any other operand depends on data."""
         joined = functools.reduce(operator.or_, operands)
-        # For each operand, the others that it is combined with.
+        # Each operand is combined with all other operands.
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
                 joined |= Reach(met=operand.alone)
@@ -398,8 +400,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
     The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
-    and 0.12 have different names for these numbers, so they are found by ranks: a slice has one dim
-    fewer than the array that it is cut from, or stacked into.
+    and 0.12 have different names for these numbers, so the ranks give them: a slice has one dim
+    fewer than the array that it is cut from or stacked into.
     """
     body = inner(eqn)[0]
 

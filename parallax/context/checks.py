@@ -204,8 +204,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
             inner_tables += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inner_tables
-    # The equations that do not depend on the arguments are enough to compute the tables. Effects
-    # are those of the whole program, which these equations do not have.
+    # The equations that do not depend on the arguments are enough to compute the tables. `effects`
+    # would list the effects of the whole program, which these equations do not have.
     without_arguments = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
         jaxpr.replace(outvars=tables, eqns=without_arguments, effects=frozenset()), program.consts

@@ -3,7 +3,8 @@
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
 `[T_X]` is split over the axis.
 
-A device sends its keys and values n - 1 times, and needs memory for those of all devices.
+A device sends its keys and values n - 1 times, and needs memory for the keys and values of all
+devices.
 """
 
 from collections.abc import Callable

@@ -67,7 +67,7 @@ def comms(
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `attention` over `axis`, which replaces `attend`, a causal softmax attention.
 
-    Its form is that of `around` in `comms`: a function of the model's `attend`. `attend` is not
-    called, since `attention` computes the same.
+    `attend` is not called, since `attention` computes the same. It is an argument because a model's
+    `context_attention` is a function of `(attend, axis)`, as `ulysses` is.
     """
     return partial(attention, axis=axis)

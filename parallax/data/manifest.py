@@ -109,7 +109,7 @@ def need(condition: object, place: object, what: str, value: object) -> None:
     """Raises `Damaged` if `condition`, a check of `value`, is false.
 
     `place` is the path of the manifest, perhaps with the name of an entry. `what` describes the
-    value that was needed there.
+    needed value.
     """
     if not condition:
         shown = (

@@ -104,9 +104,9 @@ def read(
     Raises:
         FileNotFoundError: there is no file.
         manifest.Damaged: the bytes differ from those that were written, or the record is damaged.
-        ValueError: the file was written with another vocabulary or in another format, has four
-            bytes per token although the vocabulary needs two, is empty or cut short, or holds
-            tokens outside the vocabulary.
+        ValueError: the file has another vocabulary, another format, or four bytes per token
+            although the vocabulary needs two; or it is empty or cut short, or holds tokens outside
+            the vocabulary.
     """
     path, item = Path(path), stored_as(vocabulary)
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)

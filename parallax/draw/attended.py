@@ -24,11 +24,10 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
     """
-    # chunks is [device, chunk of the device]. The pairs of hop 0 are table.own, [device, pair, 3],
-    # and those of later hops are table.hops, [hop - 1, device, pair, 3]. A pair has three numbers:
-    # the place of a chunk of queries among the device's chunks, that of a chunk of keys among the
-    # chunks of the device that the keys come from, and 1; or 0 if the pair is only padding, since
-    # in a hop all devices compute equally many pairs.
+    # chunks is [device, chunk of the device]. The pairs of hop 0 are table.own, [device, pair, 3];
+    # the pairs of later hops are table.hops, [hop - 1, device, pair, 3]. A pair is (query chunk,
+    # key chunk, 1 if it is needed). Both chunks are numbered within the device that holds them. In
+    # a hop all devices compute equally many pairs, so some pairs are padding, with a 0.
     chunks, table = chunk_table(order, n), block_pairs(order, n)
     hops = np.full((chunks.size, chunks.size), -1)  # -1: the mask hides the whole block
     for device, local_chunks in enumerate(chunks):
@@ -46,8 +45,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     for query, row in enumerate(hops):
         cells = ["." if hop < 0 else str(hop) for hop in row]
         rows.append([f"queries {query} on device {owner[query]}", *cells])
-    # For each device, the number of its diagonal blocks plus that of its pairs that are not
-    # padding, whose third number is 1.
+    # For each device, the number of its diagonal blocks plus the number of its pairs that are not
+    # padding (the third number is 1).
     used = [
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)

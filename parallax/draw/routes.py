@@ -1,10 +1,10 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
 All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
-device that is o places after the one that holds it. In the end this *owner* has the block's sum
-over all devices. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is a dict of
-the messages of round r. A key is a *step*: how far the message goes along each dim of the grid of
-devices. Its value has the offsets of the blocks in the message.
+device that is o places after the device that holds the block. In the end this *owner* has the
+block's sum over all devices. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is
+a dict of the messages of round r. A key is a *step*: how far the message goes along each dim of the
+grid of devices. Its value has the offsets of the blocks in the message.
 """
 
 import itertools

@@ -336,7 +336,8 @@ class _Exchange(NamedTuple):
         """Returns the messages of this device.
 
         Args:
-            wanted_rows: the rows that each device wants to send to each: [sender, receiver].
+            wanted_rows: the number of rows that each device wants to send to each device: [sender,
+                receiver].
             room: the most rows that a device can receive.
             axis: the axis of the devices.
             move: the collective, as `ragged.move`.

@@ -199,7 +199,7 @@ def averaged(
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
-    (ZeRO-3, experts), its gradient is already summed along those, so it is summed only over the
+    (ZeRO-3, experts), its gradient is already summed over these axes, so it is summed only over the
     other axes. Each sum is divided by the product of the sizes of all axes. Sums are taken in
     float32 or wider, and rounded once, to the gradient's own type.
 
@@ -591,8 +591,8 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. They have
-    the same bytes as those of `averaged`, but are sent leaf by leaf, and once per microbatch: so do
-    not use `accumulated` around the block. Tell `averaged` which parameters are summed here:
+    as many bytes as the messages of `averaged`, but are sent leaf by leaf, and once per microbatch.
+    So do not use `accumulated` around the block. Tell `averaged` which parameters are summed here:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
@@ -605,8 +605,8 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     Args:
         function: a block; its first argument is the tree of parameters, the same on all devices of
             `axis`.
-        axis: the axes that split the batch. The gradient of a parameter that varies along some of
-            them is summed over the others.
+        axis: the axes that split the batch. If a parameter varies along some of these axes, its
+            gradient is summed over the other axes.
     """
     axis = Axis.of(axis)
 

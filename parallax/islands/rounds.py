@@ -73,7 +73,7 @@ def local(
     `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
     and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step. The mean is over the present islands; the others continue with their own weights
+    this step. The mean is over the present islands; absent islands continue with their own weights
     until a later round. A round without present islands changes nothing.
 
     Args:
@@ -120,8 +120,8 @@ def local(
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
         for k, part in enumerate(parts):
-            # The rounds of fragment k come H k / F steps after those of fragment 0, so that the
-            # traffic is spread over the H steps.
+            # Each round of fragment k comes H k / F steps after a round of fragment 0 (F
+            # fragments), so that the traffic is spread over the H steps.
             first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
             is_due = _is_due(inner.step, first, every)

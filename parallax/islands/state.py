@@ -190,7 +190,7 @@ def _specs(
     """Returns the specs of a state of islands.
 
     Args:
-        specs: of the state of one island.
+        specs: the specs of the state of one island.
         outer: the outer optimizer.
         parts: the fragments of the model.
         weights: the shapes of the trained weights.
@@ -323,9 +323,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         """Returns the state with a first dim of `islands` in the arrays of `inner`.
 
         Every island starts from the outer weights, `state.model` (None for leaves that are not
-        trained). It takes the other leaves and the inner optimizer from an old island (`sources`).
-        Rounding errors and exchanges under way become zero: they belong to islands that may be
-        gone.
+        trained). It takes all other leaves and the inner optimizer's state from an old island
+        (`sources`). Rounding errors and exchanges under way become zero: they belong to islands
+        that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
