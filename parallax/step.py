@@ -182,7 +182,8 @@ def _lost(
     """Returns whether any number is finite in `old` and not in `new`, on any device: one scalar,
     the same on all devices.
 
-    A number that is not finite in `old` either, such as in a mask of -inf, does not count.
+    A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
+    gives only the dtype of the count, and `axes` are those of `grads.norm`.
     """
     # The floating-point leaves of each tree.
     numbers = (

@@ -290,7 +290,8 @@ def _differentiated(primals, tangents, **params):
     """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`. `params`
     are the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
-    # The transpose of the tangent's tap is the tap of the cotangent.
+    # The tap of a tangent is LINEAR: it reports nothing, and its transpose is the tap of the
+    # cotangent.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped

@@ -527,13 +527,14 @@ def cross_entropy(
             `parallax.cross_entropy.normalized`.
         vocabulary: the number of columns without padding; by default all columns.
     """
-    axis, rows = Axis.of(axis), logits.shape[-1]
-    vocabulary = rows * axis.size() if vocabulary is None else vocabulary
-    row, _ = _held(targets, rows, axis)  # a target's column here; outside if another device has it
+    axis, columns_here = Axis.of(axis), logits.shape[-1]
+    vocabulary = columns_here * axis.size() if vocabulary is None else vocabulary
+    # The target's column, counted from this device's first; outside if another device has it.
+    column_here, _ = _held(targets, columns_here, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Padding is left out of the softmax. Without padding, this pass over the logits is not needed.
-    if vocabulary < rows * axis.size():
-        logits = jnp.where(columns + axis.index() * rows < vocabulary, logits, -jnp.inf)
+    if vocabulary < columns_here * axis.size():
+        logits = jnp.where(columns + axis.index() * columns_here < vocabulary, logits, -jnp.inf)
     # The maximum cancels in the softmax, so it may be a constant for the gradient.
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
     shifted = logits - peak[..., None]
@@ -541,7 +542,7 @@ def cross_entropy(
     # transpose with the softmax. The transpose of a look-up would be a scatter, which XLA does not
     # fuse.
     target = jnp.sum(
-        jnp.where(columns == row[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1
+        jnp.where(columns == column_here[..., None], shifted, jnp.zeros((), shifted.dtype)), axis=-1
     )
     # A target that no device has would give a logit of 0, and a loss that looks right.
     unknown = _outside(targets, vocabulary)

@@ -110,6 +110,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
         for chip, device in zip(chips.tolist(), devices, strict=True)
     }
     rings = closed_dims(devices[0].device_kind in FLAT, box)
+    # The chips do not fill the box, or have unequal numbers of cores.
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
     # The coordinates and the core of each device, in the order of the mesh.

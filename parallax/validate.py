@@ -5,7 +5,9 @@ All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
 by one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
-with its value.
+with its value. A `Wording` is the caller's: it turns values and changes into text (`value`,
+`change`), and says which sizes the caller cannot change (`fixed`) and which changes pass its other
+checks (`accepts`).
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -168,8 +170,8 @@ def fits(fields: Fields, sizes: Fields) -> bool:
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Returns `change` and all further changes that it makes necessary; None if no change fits, or
-    if one of a `fixed` size would be needed."""
+    """Returns `change` and all further changes that it makes necessary; None if the fields then
+    still do not fit, or fit only with a change of a `fixed` size."""
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change

@@ -352,8 +352,8 @@ LAYERS = (
     ),
     Mutant(
         "cross_entropy",
-        "columns + axis.index() * rows < vocabulary",
-        "columns + axis.index() * rows <= vocabulary",
+        "columns + axis.index() * columns_here < vocabulary",
+        "columns + axis.index() * columns_here <= vocabulary",
         "test_tensor.py::test_cross_entropy_equals_log_softmax",
     ),
     Mutant(

@@ -342,11 +342,13 @@ def _cut(
         plan.append((Step(eqn, loop, ()), runs_in))  # `_chosen` sets the operands of a barrier
     # The last argument has the variables that a half must not compute. The second half (1) is
     # chosen first, since the first half (0) must compute what it hands over.
-    second_steps, needed = _chosen(plan, 1, _outputs(jaxpr, second), made)
+    second_steps, needed_by_second = _chosen(plan, 1, _outputs(jaxpr, second), made)
     # Both halves must list the handed arrays in one order, which a set does not have.
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
-    handed = [variable for variable in in_order if variable in needed and variable in made]
-    first_steps, wanted = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
+    handed = [
+        variable for variable in in_order if variable in needed_by_second and variable in made
+    ]
+    first_steps, needed_by_first = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
     # Last, the arguments that each half reads. The second half gets `made` ones as handed arrays.
     arguments = set(jaxpr.invars)
     return Cut(
@@ -355,7 +357,7 @@ def _cut(
         second_steps,
         handed,
         made,
-        (wanted & arguments, (needed - made) & arguments),
+        (needed_by_first & arguments, (needed_by_second - made) & arguments),
     )
 
 
