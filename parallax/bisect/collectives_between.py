@@ -90,6 +90,7 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
     """Returns the slice that computes the values of all taps of this path and way from the taps
     before them. With `numbers`, it also computes the numbers of their microbatch and layer.
     """
+    # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:

@@ -1,7 +1,7 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of the two arrays, in float64 and of one shape. It returns a text, or "" if
-it does not explain the wrong value.
+Each guess is a function of the two arrays, in float64 and of one shape. The function returns a text
+with the mistake, or "" if this mistake does not explain the wrong value.
 """
 
 import itertools

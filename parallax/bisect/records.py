@@ -11,6 +11,10 @@ device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none
 dims `mark.placed`, its `places` has the positions of the block's elements in the whole array. The
 axes along which devices have terms of a sum are `mark.terms`. BATCH stands for all axes that split
 the rows of the batch.
+
+A `_Form` tells how the blocks form a value: `rows`, the dim of the batch's rows, or None; `dims`,
+the axes that split each dim; `block_axes`, along which devices have different blocks; `summed`,
+along which they have terms; and `joined`, whether microbatches have terms too.
 """
 
 import dataclasses

@@ -98,7 +98,8 @@ def _scatters(size, n, itemsize, block_size):
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
-    # `straight(n)` sends each part straight to its device. The device adds in float32 or wider.
+    # `messages` gives the rounds of tables for these bytes of a block. `straight(n)` sends each
+    # part straight to its device, which adds in float32 or wider.
     return messages([straight(n)], nbytes, added=[part * max(itemsize, 4)])
 
 

@@ -56,7 +56,8 @@ def _from_both_sides(n: int) -> Route:
     # places on.
     rounds = []
     for h in range(n // 2, 0, -1):
-        # The opposite device is equally far on both sides: its block goes one way only.
+        # The device n - h places further on is h places back. The opposite device is equally far on
+        # both sides: its block goes one way only.
         rounds.append({1: [h], -1: [n - h]} if 2 * h < n else {1: [h]})
     return Route((n,), rounds)
 
@@ -186,7 +187,7 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
         """Returns `total`, the weight's gradient, plus the term of `block`, device j's rows of
         `x`."""
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
-        return total + _outer(block, rows, x.ndim - 1)
+        return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch
 
     # The n terms are added in float32 or wider.
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)

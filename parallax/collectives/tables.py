@@ -1,9 +1,11 @@
-"""The tables of the collectives, each a maker of a few lines and an algorithm.
+"""The tables of the collectives. A function of a few lines makes a table for n devices, and
+`algorithm` turns that function into a collective algorithm.
 
-`ring.table(8)` is the table of a ring of 8 devices, `ring.all_reduce(x, "data")` runs it. A table
-is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that belong to
-the devices `offsets` places further on go to the device `step` places further on. `product(tables,
-order)` is one table that runs several in this order, each along its own dims of a box.
+`ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
+table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
+belong to the devices `offsets` places further on go to the device `step` places further on.
+`product(tables, order)` is one table that runs several in this order, each along its own dims of a
+box.
 
 The table below is for n devices. A *message* is the data that a device sends to another at once.
 

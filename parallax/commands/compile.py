@@ -63,7 +63,7 @@ def compile_for(options: argparse.Namespace) -> str:
     program = targets.compile(step, *arguments, target=target)
     seconds = time.process_time() - start
     timeline = program.timeline()
-    rows = draw.replay(timeline, options.picture)
+    rows = draw.replay(timeline, options.picture)  # as text; also writes the picture, if asked for
     if options.trace:
         draw.replay_trace(timeline, options.trace)
     if options.text:

@@ -208,6 +208,7 @@ def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     """Returns, for an error that proposes `change`, the flags to use: `--layout` with the fields
     that the user has `written`, updated by those of `change`; and a flag for each size in `change`.
+    An example is "--layout data=2,tensor=4 --batch 64".
     """
     from parallax import validate
 

@@ -106,10 +106,10 @@ def plan(options: argparse.Namespace) -> str:
         return text
     from parallax.plan import island_traffic
 
-    rounds = island_traffic.told(
+    exchanges = island_traffic.told(  # the bytes that islands exchange, as text
         chosen.config, layout, islands=options.islands, every=options.every
     )
-    return f"{text}\n\n{rounds}"
+    return f"{text}\n\n{exchanges}"
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:

@@ -65,6 +65,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
         """Returns the kind of a collective, and the axes of the mesh along which it works."""
         return instruction.collective, along(instruction.groups, dict(mesh.shape))
 
+    # By kind and axes, the length of the longest chain.
     chains = _chain(program, program.entry, kind_and_axes, {})
     # The number of runs and the bytes, by kind, axes, `conditional` and `unbounded`.
     counts, sizes = Counter(), Counter()

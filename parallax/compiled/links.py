@@ -1,5 +1,5 @@
-"""The links of a machine, and the links that each message uses. They join neighbours on a torus, or
-devices and their switch, or slices or machines by a network.
+"""The links of a machine, and the links that each message uses. A link joins neighbours on a torus,
+a device and its switch, or a slice (or machine) and the network.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
     # The seconds for which each link is busy, and the longest latency of a message.

@@ -143,7 +143,7 @@ def target(name: str) -> Target:
     try:
         with quiet():
             topology = _tpus(chip, sizes, count) if is_tpu else _gpus(chip, count)
-    except ImportError:
+    except ImportError:  # its message says what to install
         raise
     except Exception as error:
         sentence = str(error).strip().splitlines() or [type(error).__name__]

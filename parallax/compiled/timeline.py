@@ -4,11 +4,11 @@
     replay.seconds, replay.exposed, replay.exposed_along["data"]
 
 The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
-order. An instruction takes the cycles that the TPU's compiler estimates, or its bytes and
-operations over a GPU's rates. A loop's body runs once for each trip. A message begins at its start
-instruction, waits until its links are free (a link carries one message at a time), and its done
-instruction waits for it. The *exposed* time is the time of the replay, minus the time of the same
-program with messages that take no time.
+order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, its bytes and
+operations over the chip's rates. A loop's body runs once for each trip. A message begins at its
+start instruction, waits until its links are free (a link carries one message at a time), and its
+done instruction waits for it. The *exposed* time is the time of the replay, minus the time of the
+same program with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
@@ -232,6 +232,7 @@ class _Replay:
                 for called, _ in line.called:
                     self._computation(called, state)
             elif line.opcode.endswith("-done"):
+                # A start that is not in this computation counts as finished.
                 until, source = started.pop(line.operands[0], (state.now, ""))
                 self._wait(until, source, state)
             else:
