@@ -602,7 +602,7 @@ def test_refusals():
     refused(
         "experts.moe: the router has 8 experts, and each of the 4 devices of 'data' has 8, by the "
         "first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of 8, "
-        "split over 'data'; it must be a multiple of 4.",
+        "split over 'data'; the number of experts must be a multiple of 4.",
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
@@ -641,8 +641,8 @@ def test_refusals():
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts: an expert must return rows like those that it takes, float64[128, 8]; it "
-        "returned float64[128, 6]. Let its",
+        "experts: an expert must return rows of the same shape and type as its input, "
+        "float64[128, 8]; it returned float64[128, 6]. Let its",
         compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):

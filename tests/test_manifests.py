@@ -212,7 +212,9 @@ def test_a_link_that_leads_out_is_refused(folder, tmp_path):
     )
     shutil.move(path, tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
-    assert "needed a file of its folder, found a link that leads out of it" in refused(folder)
+    assert "needed a file inside the folder, found a link that leads out of the folder" in refused(
+        folder
+    )
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -181,7 +181,8 @@ def test_a_link_that_leads_out_is_refused(own, tmp_path):
     (own / "00001.bin").symlink_to(tmp_path / "outside")
     with pytest.raises(
         manifest.Damaged,
-        match=r"00001\.bin: needed a file of its folder, found a link that leads out of it",
+        match=r"00001\.bin: needed a file inside the folder, found a link that leads out of the "
+        r"folder",
     ):
         shards.read(own, vocabulary=300)
 
@@ -396,7 +397,9 @@ def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
     inside = asked[asked < stop - start]
     np.testing.assert_array_equal(part[inside], array[start:stop][inside])
     if len(part) < 100:
-        with pytest.raises(IndexError, match=rf"it has the places 0 to {len(part) - 1}; got "):
+        with pytest.raises(
+            IndexError, match=rf"the text has the places 0 to {len(part) - 1}; got "
+        ):
             part[np.array([0, len(part)])]
 
 

@@ -63,7 +63,7 @@ def batch(
         )
     if len(tokens) < length + 1:
         raise ValueError(
-            f"one window needs {length + 1} tokens (length {length} and the next one), "
+            f"one window needs {length + 1} tokens (length {length} and the next one); "
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
@@ -164,7 +164,7 @@ def held_out_batches(
     batches = (len(tokens) - 1) // (size * length)
     if batches < 1:
         raise ValueError(
-            f"one batch of {size} windows of length {length} needs {size * length + 1} tokens, "
+            f"one batch of {size} windows of length {length} needs {size * length + 1} tokens; "
             f"the text has {len(tokens)}. "
             "Bring more text, hold out more of it, or choose a smaller size or length."
         )

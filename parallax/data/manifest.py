@@ -206,7 +206,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
         path = folder / name
         if not Path(os.path.realpath(path)).is_relative_to(inside):
             raise Damaged(
-                f"{path}: needed a file of its folder, found a link that leads out of it."
+                f"{path}: needed a file inside the folder, found a link that leads out of the "
+                "folder."
             )
         try:
             # The file is opened, since `open_file` refuses a folder or a pipe.

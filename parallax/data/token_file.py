@@ -78,7 +78,7 @@ class File:
             return tokens
         if not 0 <= places.min() <= places.max() < len(self):
             raise IndexError(
-                f"{self.path}: it has the places 0 to {len(self) - 1}; "
+                f"{self.path}: the text has the places 0 to {len(self) - 1}; "
                 f"got {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
@@ -114,7 +114,7 @@ class File:
             raise manifest.Damaged(
                 f"{self.path}: needed the file of {self.state.size} bytes that was checked; "
                 f"it was cut short or written to since, and has {now.size}. "
-                "Make it again, and start again."
+                "Write the file again, and restart the run."
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:

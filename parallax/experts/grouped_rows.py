@@ -95,8 +95,8 @@ def _check_results(results: Array, rows: Array) -> None:
     if (results.shape, results.dtype) != (rows.shape, rows.dtype):
         needed, got = (f"{x.dtype}{list(x.shape)}" for x in (rows, results))
         raise ValueError(
-            f"experts: an expert must return rows like those that it takes, {needed}; it "
-            f"returned {got}. Let its last layer be of the model's width and type."
+            f"experts: an expert must return rows of the same shape and type as its input, "
+            f"{needed}; it returned {got}. Let its last layer be of the model's width and type."
         )
 
 

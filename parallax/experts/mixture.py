@@ -152,8 +152,8 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
                 f"experts.moe: the router has {count} experts, and each of the {n} devices of "
                 f"{axis.names!r} has {local_experts}, by the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
-                f"array of the experts a first dim of {count}, split over {axis.names!r}; it must "
-                f"be a multiple of {n}."
+                f"array of the experts a first dim of {count}, split over {axis.names!r}; the "
+                f"number of experts must be a multiple of {n}."
             )
     return count // n
 

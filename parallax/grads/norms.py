@@ -108,7 +108,7 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
                 f"A norm is taken inside a function that reduces over {unreduced}, so it would "
-                "treat each device's gradients as shards of larger ones. Clip outside it: "
+                "treat each device's gradients as shards of larger arrays. Clip outside it: "
                 "grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))

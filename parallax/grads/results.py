@@ -24,7 +24,7 @@ def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTre
         raise ValueError(
             "A gradient function returns (loss, gradients), as jax.value_and_grad(loss) and "
             "eqx.filter_value_and_grad(loss) do; this one returned "
-            f"{returned}. Use one of those two instead of the loss or jax.grad(loss)."
+            f"{returned}. Use one of these two functions instead of the loss or jax.grad(loss)."
         )
     return results
 

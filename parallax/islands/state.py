@@ -248,8 +248,8 @@ def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> in
     for name in names:
         if name not in mesh.shape:
             raise ValueError(
-                f"islands: the mesh has {dict(mesh.shape)}, and no axis {name!r}. Add it to "
-                "mesh.make."
+                f"islands: the mesh has the axes {dict(mesh.shape)}, and no axis {name!r}. Add "
+                "this axis to mesh.make."
             )
     return math.prod(mesh.shape[name] for name in names)
 
