@@ -134,7 +134,7 @@ def compare(
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         off = differences[key]
         # The axes along which copies differ too much. `not <=` is true for nan, which `>` is not.
-        copies = [axis for axis, by in b.values[key].differs.items() if not by <= allowed]
+        copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
             first = _described(a, b, key, (off, allowed), copies, equal)
             return Comparison(first, len(keys), worst, tuple(alone))
