@@ -1,10 +1,10 @@
 """A record of one run: each tapped value, assembled from the reports of the devices.
 
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
-JAX's replication types tell which. For a cotangent, sums and copies change places. If devices have
-copies of a value that is typed as varying, each has a term of the cotangent. If they have terms of
-a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the batch, so the
-cotangents of one part are multiplied by 1 / parts.
+JAX's replication types tell which of the three. For a cotangent, sums and copies change places. If
+devices have copies of a value that is typed as varying, each has a term of the cotangent. If they
+have terms of a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the
+batch, so the cotangents of one part are multiplied by 1 / parts.
 
 A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the index of the
 device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none). For each of the

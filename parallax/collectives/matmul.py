@@ -12,8 +12,8 @@ the sum.
 
 | function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|
-| `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more round of the operand |
-| `matmul_reduce_scatter` | n - 1 | (n - 1) S | one round of the cotangent gives both |
+| `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more gather of the operand |
+| `matmul_reduce_scatter` | n - 1 | (n - 1) S | one gather of the cotangent gives both |
 
 Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not
 across a loop's end, and a tensor axis has a few dozen devices at most.

@@ -225,7 +225,7 @@ def _check(route: Route) -> None:
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
             f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {route.shape} are "
-            "never sent, so they never reach their owners."
+            "never sent, so they never reach their owners. Send each of them once."
         )
 
 

@@ -90,7 +90,7 @@ def fit(
 
     The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
     and an all-reduce by recursive doubling. The fit has the least sum of relative differences, over
-    arrays of `sizes` bytes per device, with no term below zero. `Link.error` is the median
+    arrays of `sizes` bytes per device, with no negative rate. `Link.error` is the median
     difference that remains. It is not zero, since a hop takes longer per byte once messages outgrow
     a cache. `fit` takes some seconds, most of them to compile.
 
@@ -231,10 +231,10 @@ def auto(
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
-    second at one of the sizes, and `lax.psum`, which has no formula. Twice it adds the sizes of
-    `Choice.crossings`, and measures there too. The choice depends on the bytes of each leaf and is
-    made at trace time, so it costs nothing in the step. Along axes that were not raced, and for the
-    other collectives, the algorithm uses `jax.lax`.
+    second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it measures
+    between two sizes with different winners (`Choice.crossings`). The choice depends on the bytes
+    of each leaf and is made at trace time, so it costs nothing in the step. Along axes that were
+    not raced, and for the other collectives, the algorithm uses `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -299,7 +299,7 @@ def _worth_a_race(
 ) -> list[Callable[..., Any]]:
     """Returns the functions that are predicted to be the fastest or second fastest at some size.
 
-    All fastest ones come first.
+    The fastest at each size come first, then the second fastest.
     """
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]

@@ -34,8 +34,8 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: XLA's name, such as "collective-permute".
-        axes: the mesh axes along which a group's devices lie, in the mesh's order; for a permute,
-            the axes along which data moves.
+        axes: the mesh axes along which a group's devices differ, in the mesh's order; for a
+            permute, the axes along which data moves.
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results over all runs; for a permute, those that a device receives.
         hops: the length of the longest chain in which each collective waits for the one before.

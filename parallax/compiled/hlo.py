@@ -67,7 +67,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         name: the name of its result.
-        result: the type of its result, such as "f32[8,16]{1,0}"; a tuple's without its brackets.
+        result: the type of its result, such as "f32[8,16]{1,0}"; the type of a tuple has lost its
+            brackets.
         opcode: the operation, such as "dot".
         operands: the names of its operands, and of the instructions that it waits for.
         attributes: the text after the operands.

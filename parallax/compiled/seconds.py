@@ -2,11 +2,12 @@
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes the time of its operations or
-of its bytes at the chip's rates, whichever is longer. The bytes are those that it reads and writes:
-only those of the part, if an array is sliced or updated in place. `hardware.clock` is 0 except for
-TPUs. `hardware.reached` has the shares of the memory's rate and of the links' rate that programs
-reach. A `line` is an instruction; `line.result` is the type of its result as text, such as
-"f32[8,16]{1,0}", and `line.called` has the computations (named lists of instructions) that it runs.
+of its bytes at the chip's rates, whichever is longer. The bytes are those that it reads and writes.
+If it slices an array, or updates an array in place, only the bytes of that part count.
+`hardware.clock` is the cycles per second of a TPU, and 0 for other chips. `hardware.reached` has
+the shares of the memory's rate and of the links' rate that programs reach. A `line` is an
+instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}", and
+`line.called` has the computations (named lists of instructions) that it runs.
 """
 
 import math

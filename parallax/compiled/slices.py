@@ -1,7 +1,7 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
-The text of a program for several slices describes one of them. A collective between slices is a
-pair of `send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted
+The text of a program for several slices is the program of one slice. A collective between slices is
+a pair of `send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted
 from one: `100003->200003` goes from device 3 of the first slice to device 3 of the second. This
 module replaces each pair by the collective that it stands for, over the devices of all slices, so
 that other modules need not know about slices. A `line` is an instruction. `partitions` is the
