@@ -230,8 +230,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 def _check_own(loss: Array, state: State) -> None:
     """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
     state does not vary."""
-    # Every leaf of the model may be a shard. Then the number of the step tells one model from
-    # several: if it varies too, each device trains a model of its own, whose loss may vary.
+    # If all leaves of the model are shards, they vary, be it one model or one on each device. The
+    # state's step number is no shard: only if it varies too, each device trains a model of its own,
+    # whose loss may vary.
     leaves = jax.tree.leaves(eqx.filter(state, trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
     local = [

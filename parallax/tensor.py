@@ -259,7 +259,7 @@ class Embedding(eqx.Module):
     It takes one all-reduce of the result.
 
     `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
-    `rule` gives its specs. A call takes one id, as Equinox's does, or an array of ids.
+    `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
         embedding: weight [rows, width]: all rows outside the map, this device's inside.

@@ -78,7 +78,8 @@ def reduce_scattered(
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    # `term`, this device's gradient, is not needed: a mean stays in float32 or wider.
+    # `value_and_sums` also passes this device's own gradient, `term`, for a mean that takes its
+    # dtype. This mean does not: it stays in float32 or wider.
     def mean(total, term):
         return total / axis.size()
 
