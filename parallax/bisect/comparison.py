@@ -144,8 +144,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits: `times` the value's rounding
-    error. Errors below the median of all errors count as the median.
+    """Returns a bound for each value of a run in few bits, such as bfloat16: `times` the value's
+    rounding error. Errors below the median of all errors count as the median.
 
     Args:
         exact: a run in more bits, on one device.

@@ -78,7 +78,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
         kind, names, conditional, unbounded = key
-        hops = int(chains[kind, names])
+        hops = int(chains[kind, names])  # rounded down: a mean number of trips may be a fraction
         entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
     return entries
 

@@ -255,6 +255,7 @@ def runs(program: Module) -> Iterator[Run]:
         """
         for instruction in program[name]:
             if instruction.collective:
+                # A mean number of trips may be a fraction: the runs are rounded down.
                 yield Run(instruction, int(times), conditional, unbounded)
                 continue
             branch = conditional or instruction.opcode == "conditional"

@@ -39,7 +39,8 @@ def table(
     over_network = program.by_link().get("network")
     if over_network:
         parts.append(f"over the network: {over_network / 1e6:,.1f} MB of all devices")
-    seconds_at_peak = None  # of the step, on all devices at the full rate of the chips
+    # The seconds of the step at the chips' full rate, which the devices (cores) of a chip share.
+    seconds_at_peak = None
     if operations is not None:
         seconds_at_peak = operations / (target.hardware.rate / target.cores * program.mesh.size)
     return "\n\n".join([*parts, estimate(timeline, seconds_at_peak)])

@@ -152,7 +152,8 @@ def target(name: str) -> Target:
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)
-    if is_tpu:  # The cores of a chip are devices with the same coordinates.
+    # The cores of a chip are devices with the same coordinates. A `Target` has the cores of a chip.
+    if is_tpu:
         chips = len({(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices})
     return Target(name, chip, hardware, devices, len(devices) // chips)
 

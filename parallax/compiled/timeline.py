@@ -108,7 +108,7 @@ def of(
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
-        compute=replay.run(math.inf),
+        compute=replay.run(math.inf),  # with infinitely fast links, messages take no time
         exposed_along={row: total - replay.run(1.0, without=row) for row in rows},
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
