@@ -117,7 +117,8 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
 
 class Scale(eqx.Module):
-    """The loss scale for float16, with counts of the steps so far. All three are scalars.
+    """The loss scale for float16, with counts of the steps so far. `value`, `good` and `skipped`
+    are scalars.
 
     Args:
         value: the first loss scale.
@@ -155,8 +156,8 @@ def adjusted(
     """Returns the `Scale` of the next step.
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
-    it is multiplied by `factor`. It stays between `LEAST` and 2^24, so it is always finite;
-    gradients that need a greater scale are lost in float32 sums anyway.
+    it is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so it is
+    always finite. Gradients that need a greater scale are lost in float32 sums anyway.
 
     Args:
         scale: the `Scale` of this step.

@@ -1,8 +1,8 @@
 """The record of a model's values: whether one is made, and the layer and microbatch of a trace.
 
-The module `taps` reports the values. A loop over layers or microbatches sets the number of the
-layer or microbatch by `at`, and needs only this file. While no record is made, this file adds
-nothing to a program.
+The module `taps` reports the values; a *tap* is a place in the model that reports one. A loop over
+layers or microbatches sets the number of the layer or microbatch by `at`, and needs only this file.
+While no record is made, this file adds nothing to a program.
 """
 
 import contextlib

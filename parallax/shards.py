@@ -89,7 +89,7 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 def runs_over(axis: Axis) -> bool:
     """Returns whether the caller runs inside a `shard_map` over `axis`, on blocks of arrays.
 
-    Outside such a map it works on global arrays.
+    Outside such a map the caller works on global arrays.
     """
     # JAX has no public function for this, but an axis that is not mapped over raises NameError.
     try:

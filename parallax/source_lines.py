@@ -52,7 +52,7 @@ def source(eqn: JaxprEqn) -> str:
 def maker(eqn: JaxprEqn) -> str:
     """Returns the file of the innermost function outside JAX and Python that made an equation.
 
-    Python is its standard library. Returns "" if there is no such file.
+    Python means its standard library here. Returns "" if there is no such file.
     """
     for frame in frames(eqn):
         name = frame.file_name

@@ -379,7 +379,7 @@ REFUSALS = {
     ),
     "axis twice": (
         rules.match("**", P(("tensor", "stage"), "tensor")),
-        "a.w: a mesh axis can split one dim of a leaf, but",
+        "a.w: a mesh axis can split only one dim of a leaf, but",
         "uses 'tensor' 2 times for shape (6, 8); keep it in one entry only.",
     ),
     "axis twice by fsdp": (

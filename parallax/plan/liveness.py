@@ -109,7 +109,8 @@ def peak(
             XLA's backends. Otherwise they have it from the loop that makes them.
     """
     end = len(operations)
-    # The index of the operation that last uses each buffer; `end` for a result.
+    # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`
+    # below is -1 for a buffer that no operation uses.
     last: dict[Buffer, int] = {}
     for k, operation in enumerate(operations):
         for buffer in (*operation.reads, *operation.writes):

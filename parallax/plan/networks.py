@@ -115,8 +115,8 @@ class Nested(NamedTuple):
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
             # The shared links of a group of the level below carry all bytes that leave the group;
-            # `out` is the most of any group. Below the first level there are only single devices,
-            # whose link was counted above.
+            # `out` is the most of any group. Their rate is that of `inside / level.shared` links.
+            # Below the first level there are only single devices, whose link was counted above.
             if inside > 1:
                 starts = np.arange(0, self.devices, inside)  # the last group may be smaller
                 out = np.add.reduceat(ports + leaving, starts).max()
@@ -342,8 +342,8 @@ def price(name: str, kind: str, network: Network, group: Group) -> Link:
     search asks for thousands of sizes.
     """
     tables = _tables(name, group.size)
-    assert tables is not None
+    assert tables is not None  # `choose` asks only for algorithms that fit
     routes = len(tables) if isinstance(tables, tuple) else 1
-    small = group.size * routes * 2**10  # blocks of whole bytes, so that nothing is rounded up
+    small = group.size * routes * 2**10  # whole bytes in each block, so nothing is rounded up
     once, twice = (seconds(tables, size, network, group, kind=kind) for size in (small, 2 * small))
     return Link(2 * once - twice, (twice - once) / small)

@@ -54,7 +54,7 @@ def recomputed(layout: Layout) -> Recomputed:
     word = layout.remat
     # With remat `stage` a layer keeps everything while its stage runs again and then backward.
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
-    # ZeRO-3 gathers a layer's weights again even if the layer keeps all the rest.
+    # ZeRO-3 gathers a layer's weights again even if the layer keeps all other arrays.
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
     attention_again = word == "attention" and not gathers_again
     whole_stage = word == "stage"

@@ -122,6 +122,7 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
     if message.kind not in _LIKE:
         return Cost(1, size, size, 1, 0, chain=1)
+    # The type of the array is not known, so the algorithm may cut it at any byte (itemsize 1).
     return cost.of(_LIKE[message.kind], _taken(message, mesh), n, itemsize=1)
 
 

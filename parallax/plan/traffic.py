@@ -12,7 +12,7 @@ the embedding, `self.leaves` are arrays), and `again` the operations that the ba
 again (`Recomputed`). `stream` is the bytes of the residual stream on a device, and `parts` the
 number of devices among which its tokens are split. `compute` is the bytes of a number that the
 model computes, and `wide` the bytes of a number in a sum. `shards` are the axes over which ZeRO
-splits.
+splits. `shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
 sends half of that, and so does an all-gather whose result has S bytes.
@@ -84,6 +84,7 @@ class Term(NamedTuple):
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
             return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
+        # The algorithm whose time is taken, and a function that returns the bytes of the result.
         like, results = LAX[self.collective]
         return cost.of(like, self.nbytes, self.n, itemsize=self.itemsize)._replace(
             sent=results(self.nbytes, self.n), messages=1
@@ -314,7 +315,8 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over both axes, and the head the cotangent of its input.
+        # The embedding sums its rows over both axes, and the head the cotangent of its input. With
+        # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(

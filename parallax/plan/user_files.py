@@ -22,7 +22,8 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
     function with the mesh `world`. Returns the step and the shapes of the step's arguments.
 
     Raises:
-        ValueError: there is no such file, or no such function in it, or it returns something else.
+        ValueError: there is no such file, or no such function in it, or the function does
+            not return a pair (step, shapes).
     """
     path, _, name = program.rpartition(":")
     if not path or not Path(path).is_file():

@@ -1,10 +1,10 @@
 """Rules, which say how each leaf of a tree is split over the mesh.
 
 A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
-rule. `match` gives one spec to all paths that match a glob. `first` asks rules in order. `fsdp`
-splits one more dim after another rule. `experts` is a `match` for the weights of experts. Any
-function of your own is a rule too. `specs` applies a rule to every leaf. It raises an error for
-specs that would not run, or would train another model.
+rule. `match` gives one spec to all paths that match a glob. `first` returns the spec of the first
+rule that gives one. `fsdp` takes the spec of another rule, and splits one more dim. `experts` is a
+`match` for the weights of experts. Any function of your own is a rule too. `specs` applies a rule
+to every leaf. It raises an error for specs that would not run, or would train another model.
 """
 
 from parallax._typing import Rule

@@ -155,8 +155,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # so that no later rule takes the leaf
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        # A `SpecsByPath`, a rule with a dict of specs, may be empty; and a last rule for the rest
-        # may find no leaf left.
+        # An empty `SpecsByPath` (a rule with a dict of specs) may place no leaf, and so may a last
+        # rule for the rest.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))

@@ -1,7 +1,8 @@
 """The rules of the library: `match`, `first`, `fsdp` and `experts`.
 
-`match` gives one spec to all paths that match a glob. `first` asks rules in order. `fsdp` splits
-one more dim. `experts` is a `match` for the weights of experts.
+`match` gives one spec to all paths that match a glob. `first` returns the spec of the first rule
+that gives one. `fsdp` takes the spec of another rule, and splits one more dim. `experts` is a
+`match` for the weights of experts.
 
 A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
 rule. Any such function of your own is a rule too.

@@ -43,8 +43,8 @@ def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
     if strange:
         raise ValueError(
             f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has "
-            f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix the "
-            "names of its axes."
+            f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix "
+            "names of the mesh's axes."
         )
 
 

@@ -87,9 +87,9 @@ def refused(
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that seem to split layers (see `stacked_axes`). If a size does not divide
-            by such an axis, the advice does not leave the leaf unsplit along it: each device would
-            run all layers.
+        stacked: the axes that seem to split layers (see `stacked_axes`). If a dim is not a multiple
+            of the size of such an axis, the advice does not leave the leaf unsplit along it: each
+            device would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -137,8 +137,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
     axes = [axis for entry in p.spec for axis in entry_axes(entry)]
     for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
         what = (
-            f"{p.path}: a mesh axis can split one dim of a leaf, but {p.spec} (rule {p.by}) uses "
-            f"{axis!r} {axes.count(axis)} times for shape {p.leaf.shape}"
+            f"{p.path}: a mesh axis can split only one dim of a leaf, but {p.spec} (rule {p.by}) "
+            f"uses {axis!r} {axes.count(axis)} times for shape {p.leaf.shape}"
         )
         yield Refusal("axis-twice", p.path, what, "keep it in one entry only")
 

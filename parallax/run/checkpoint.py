@@ -86,19 +86,20 @@ class Checkpoints:
             checkpoint with other settings belongs to another run and is refused; the message names
             the differences.
         lose_at_most: the most steps that must be computed again if the job is killed at any moment.
-            A save runs in the background, so one begins every `lose_at_most` / 2 steps, and must
-            end before the next begins.
+            Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
+            before the next save begins.
         keep: which of the finished checkpoints stay.
         form: the form in which a state is stored, which all layouts share; None stores the state
             unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
             chunks.
         finite: a function from the path of an array to whether the array must be finite. By default
-            all must be. Leave out, for example, a mask of -inf, or an optimizer's best value that
-            begins at inf.
+            all arrays must be. Return False, for example, for a mask of -inf, or for an optimizer's
+            best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). The first pause is 1 s, and each further one is
-            twice as long, while the run goes on; 8 tries take two minutes. Until the save is
-            finished, each process keeps a copy of its blocks in the host's memory; not with 1 try.
+            twice as long, while the run goes on; 8 tries take two minutes. With 2 tries or
+            more, each process keeps a copy of its blocks in the host's memory until the save is
+            finished.
         say: prints a line on the first process, or on a process with an error.
 
     Raises:

@@ -70,7 +70,11 @@ class Differs(NamedTuple):
             f"{self.leaf} than {self.copies - self.alike}"
         )
         # Without a majority the message says that it is not known which bits are right.
-        doubt = "" if self.outvoted else ", and as many hold those: which are right is not known"
+        doubt = (
+            ""
+            if self.outvoted
+            else ", and two versions are equally common: which is right is not known"
+        )
         return f"{where} of the {self.copies} devices that should hold the same{doubt}"
 
 
@@ -241,7 +245,7 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Returns numbers whose bits each depend on all bits of `x`; different numbers stay
-    different.
+    different. These are the last steps of MurmurHash3, with its constants.
     """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)

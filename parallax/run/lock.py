@@ -1,5 +1,5 @@
-"""An exclusive lock on a folder, so that it belongs to one run. The lock ends with the process that
-holds it. JAX is not imported here, so that a second run is refused within a second.
+"""An exclusive lock on a folder, so that the folder belongs to one run. The lock ends with the
+process that holds it. JAX is not imported here, so that a second run is refused within a second.
 
     claim = lock.take("out/run")       # raises `Held`, with the host and process of the other run
     ...
@@ -10,10 +10,10 @@ the process is gone, also after kill -9. The file may then be left behind, and t
 the file over. Readers need no lock.
 
 On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
-CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. If a machine dies,
-it keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with `localflock`,
-and BeeGFS by default, hold the lock only for the processes of one machine. On a file system without
-locks, a line is printed, and nothing keeps a second run out.
+CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. A machine that
+dies keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with
+`localflock`, and BeeGFS by default, hold the lock only for the processes of one machine. On a file
+system without locks, a line is printed, and nothing keeps a second run out.
 """
 
 import atexit
@@ -56,8 +56,8 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Releases the lock. Removes the lock's file, and those of the folders that `take` made
-        that are still empty.
+        """Releases the lock. Removes the lock's file, and each folder that `take` made and that is
+        still empty.
         """
         atexit.unregister(self.release)
         if self._file_lock.is_locked:
@@ -102,7 +102,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
                 file_lock.acquire()
                 return Lock(folder, file_lock, created)
             time.sleep(0.01)
-        raise FileNotFoundError(errno.ENOENT, "it cannot be made")
+        raise FileNotFoundError(errno.ENOENT, "it cannot be made")  # caught below
     except filelock.Timeout:
         raise Held(
             f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has "
@@ -170,4 +170,4 @@ def _holder(folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(_files.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"
-    return "a process that has not said which"
+    return "a process that has not written its name"

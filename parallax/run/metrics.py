@@ -103,6 +103,7 @@ class Clock:
     def __init__(
         self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)
     ):
+        """Begins now, or with the times that the `note` of a checkpoint holds."""
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])
         self.productive = productive
@@ -143,7 +144,7 @@ def recorded(
     file.
 
     A line that is not a record, such as one that a crash cut short or filled with zeros, is left
-    out. If there are such lines, `say` is called with a message that has their number.
+    out. If there are such lines, `say` is called with a message that says how many.
     """
     path, records, others = Path(path), [], 0
     if not path.exists():

@@ -64,7 +64,7 @@ class Peers:
             "left": False,  # whether the process has finished its work
             "count": 0,  # of entries: it stands still if the process does
         }
-        self._closed = threading.Event()  # the thread ends
+        self._closed = threading.Event()  # set when the thread should end
         self._write_entry()
         # Waits for the first entry of rank 0, and compares the names of the two jobs.
         first = client.blocking_key_value_get(f"{RANKS}0", int(1000 * limit))

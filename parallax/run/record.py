@@ -89,8 +89,8 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
             entries.pop("files", None)
             record = _typed(entries, folder / name)
             return (record.step, record.settings) == (step, settings)
-    # Without a record, the folder is empty but for a record that was only partly written, or it is
-    # not this run's.
+    # No record could be read. The folder counts as this run's only if it is empty, or has nothing
+    # but a record that was only partly written.
     return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
 
 
@@ -98,8 +98,8 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     """Returns the record of the checkpoint in `folder`, and the `[size, hash]` of each file by
     name. The files themselves are not read.
 
-    Raises `manifest.Damaged` if the manifest is missing or malformed, or lists more bytes than such
-    arrays can need. Raises a plain `ValueError` if the manifest has another format.
+    Raises `manifest.Damaged` if the manifest is missing or malformed, or lists more bytes than the
+    arrays of the record can need. Raises a plain `ValueError` if the manifest has another format.
     """
     path = folder / MANIFEST
     entries = manifest.read(path)

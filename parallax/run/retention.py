@@ -25,8 +25,8 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: checkpoints of steps that are multiples of this number stay for good; None: the older
-            ones are removed.
+        every: checkpoints of steps that are multiples of this number stay for good; with None all
+            other checkpoints are removed.
     """
 
     newest: int = 3
@@ -188,9 +188,9 @@ def remove(path: Path) -> None:
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
     """Returns the folders that stay for their loss: the newest checkpoint whose loss was measured,
-    among the steps `newest` (newest first), or else among the steps `others`; and newer ones of
-    another format, whose loss may have been measured. A damaged one is none. Raises `OSError` if a
-    manifest cannot be read now; the writer then tries again.
+    among the steps `newest` (newest first), or else among the steps `others`; and each newer
+    checkpoint of another format, whose loss may have been measured. A damaged checkpoint does not
+    count. Raises `OSError` if a manifest cannot be read now; the writer then tries again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

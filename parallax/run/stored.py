@@ -110,7 +110,8 @@ def _of_arrays(
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of `f(tree)`, and adds its other leaves to `statics`."""
+        """Returns the arrays of `f(tree)`, and adds the other leaves of this result to
+        `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result

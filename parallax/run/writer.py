@@ -4,7 +4,7 @@ hashed, the manifest is written, which *seals* the checkpoint, and old checkpoin
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
 stage in which only the first process works. `Stages.failed(error)` returns whether to try again,
-and the same answer on all processes.
+with the same answer on all processes.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Writer:
         folder: the folder of the checkpoints.
         name: a name that no other writer of the job has, and that is the same on all processes.
         make_room: called on the first process with a step before its checkpoint is written;
-            removes what is in the way.
+            moves a bad checkpoint of this step aside.
         sealed: called on the first process, in the writer's thread, with a step whose checkpoint is
             finished.
         tries: the number of times that a save is tried.

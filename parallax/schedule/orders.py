@@ -133,7 +133,7 @@ def from_orders(
             if homes.get(job.place) != stage:
                 raise ValueError(
                     f"stage {stage} has a job at place {job.place}, which is on stage "
-                    f"{homes.get(job.place)}."
+                    f"{homes.get(job.place)}. Move the job to that stage, or the place to this one."
                 )
     # Each job costs 1 and messages cost 0, so the start times are ticks.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))

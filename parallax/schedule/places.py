@@ -1,4 +1,4 @@
-"""The placement of chunks in the model, and slots for arrays that a job leaves for a later one.
+"""The placement of chunks in the model, and slots for arrays that a job leaves for a later job.
 NumPy only.
 
 Legend: P stages, v chunks of layers per stage. A place is the position of a chunk in the model, 0
@@ -78,8 +78,9 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """Returns the slot of each job, by lane. The microbatch's job of the first lane writes the
-    slot. Its job of the last lane is the last reader: from the next tick on the slot is free.
+    """Returns the slot of each job, by lane. A microbatch's job of the first lane writes the slot.
+    The microbatch's job of the last lane is the last reader: from the next tick on the slot is
+    free.
 
     `lanes` has two or more tables of jobs, with -1 for no job. In a tick without a job, the first
     lane has the lowest free slot, and each other lane has -1.

@@ -10,10 +10,9 @@ each stage's chunks.
 There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
-forward,
-  then at most one backward, then at most one weight job. So a full pipeline runs F and B in every
-  tick. The next stage uses the output of tick t in tick t + 1, or never: there are no receive
-  queues. The placement is looped.
+  forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
+  in every tick. The next stage uses the output of tick t in tick t + 1, or never: there are no
+  receive queues. The placement is looped: chunk c of stage s is at place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
@@ -114,7 +113,7 @@ class Schedule:
     """A pipeline schedule: every job occurs once, in a tick after the jobs that it needs.
 
     The tables are integers, `[ticks, stages]`: microbatch * chunks + chunk, or -1 for an idle
-    stage. They are copied and read-only.
+    stage. The schedule has read-only copies of the tables.
 
     Args:
         forward: the forward jobs.
@@ -169,12 +168,12 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """The number of rows."""
+        """The number of ticks, the rows of each table."""
         return self.forward.shape[0]
 
     @property
     def stages(self) -> int:
-        """P, the number of columns."""
+        """P, the number of stages, the columns of each table."""
         return self.forward.shape[1]
 
     @property
@@ -215,7 +214,8 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick, if it is only one: 0 none, 1 F, 2 I, 3 W."""
+        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Right only per stage,
+        where a stage has at most one job in a tick."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -342,6 +342,7 @@ class Schedule:
         fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
         written again in tick t + 1 at the earliest.
         """
+        # `saved_slots` also has a slot for each tick in which the forward lane has no job.
         return {
             lane: _frozen(np.where(table < 0, -1, self.saved_slots[lane]))
             for lane, table in self.lanes.items()
@@ -374,7 +375,8 @@ class Schedule:
 
     @property
     def deferred_count(self) -> int:
-        """The number of `deferred_slots`, each for one chunk of one microbatch.
+        """The number of `deferred_slots` of the stage that needs most, each for one chunk of one
+        microbatch.
 
         For the zero-bubble schedule in lockstep it is P, whatever M is.
         """

@@ -4,9 +4,9 @@ Loops and conditionals keep their programs inside. The body of each `lax.scan` i
 
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
 loop; an atom is a variable or a literal. `values` maps each variable to its value. From
-`jaxprs`: `opened(program)` is the jaxpr of a closed program too, `closed(params)` are the programs
-among an equation's parameters, and `called(eqn)` is the only one of them, or None if its numbers of
-arguments and results are not the equation's.
+`jaxprs`: `opened(program)` is the jaxpr of a program, closed or not; `closed(params)` are the
+programs among an equation's parameters; `called(eqn)` is the only program among them, or None if
+the program's numbers of arguments and results are not the equation's.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -96,7 +96,7 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                 # This is the backward pass of a `checkpoint`, before which JAX itself puts a
-                # barrier when it compiles it. Without one, XLA would not recompute, but keep the
+                # barrier at compilation. Without the barrier, XLA would not recompute, but keep the
                 # forward pass's values in memory.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
