@@ -232,6 +232,7 @@ def seconds(
     )
     # A reduce-scatter runs the table forward, an all-gather runs it back, an all-reduce does both.
     halves = {"all_reduce": (False, True), "reduce_scatter": (False,), "all_gather": (True,)}[kind]
+    # `messages` gives rounds with the same messages as one entry: they run `times` times.
     simulated, total = {}, 0.0  # equal rounds are simulated once
     for back in halves:
         for equal_rounds in messages(routes, [block] * len(routes), back=back):

@@ -5,10 +5,11 @@ The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show.
 `search` drops layouts that cannot fit before it traces a step.
 
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
-activation), S = b H T^2 numbers (scores), t tensor devices. `short` is the bytes of a number in
-16-bit precision, and `kernel` says whether attention runs in a kernel that keeps no scores. A
-`Layer` has the widths `queries`, `keys` and `hidden`, and in `column_parallel` the numbers for each
-token in the results of its column-parallel matmuls.
+activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
+`layout.token_shards` the number of devices among which the residual stream is split by tokens.
+`short` is the bytes of a number in 16-bit precision, and `kernel` says whether attention runs in a
+kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and in
+`column_parallel` the numbers for each token in the results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits.
@@ -166,6 +167,7 @@ def at_least(
 ) -> Number:
     """Returns a lower bound of the bytes that a step needs besides its arguments: those that the
     layers keep for all microbatches in flight."""
+    # Each slot has the arrays that one chunk keeps for one microbatch.
     slots = jobs(layout).slots if layout.pipelined else 1
     if recomputed(layout).whole_stage:  # a slot has only the stage's input
         size = sizes(config, layout, batch, short)

@@ -384,7 +384,7 @@ class _Step:
         )
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
-            if not leaf.split:
+            if not leaf.split:  # whole on each replica, also with ZeRO
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
             # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares

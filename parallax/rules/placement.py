@@ -88,8 +88,8 @@ def refused(
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If a dim is not a multiple
-            of the size of such an axis, the advice does not leave the leaf unsplit along it: each
-            device would run all layers.
+            of the size of such an axis, no advised spec leaves the leaf whole along it: each device
+            would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -244,6 +244,7 @@ def _fitting(
             if axis not in used and size and length % size == 0:
                 fitting.append(axis)
                 used.add(axis)
+        # An entry is None, a name, or a tuple of names.
         entries.append(tuple(fitting) if len(fitting) > 1 else next(iter(fitting), None))
     return spec_of(entries)
 

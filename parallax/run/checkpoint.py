@@ -293,8 +293,9 @@ class Checkpoints:
             self.refused |= {
                 step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
             }
-        # The first process proposes a step, and all check its files. If they are bad, the step is
-        # refused on all processes, and the next older one is proposed.
+        # The first process proposes a step (`NONE`: there is no checkpoint), and all check its
+        # files. If they are bad, the step is refused on all processes, and the next older one is
+        # proposed.
         while True:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:

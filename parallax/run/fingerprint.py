@@ -178,9 +178,9 @@ def compared(
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
             "Use the specs of rules.specs or step.init."
         )
-    # `of` is the checksum. The blocks are typed as varying: if the type said that replicas are
-    # equal, JAX could read just one of them. After the gather every device has all words, which
-    # `replicated` tells JAX.
+    # `of` is the checksum, of `WORDS` words; `_plain` makes numbers of random keys. The blocks are
+    # typed as varying: if the type said that replicas are equal, JAX could read just one of them.
+    # After the gather every device has all words, which `replicated` tells JAX.
     local_words = jnp.stack([of(varying(_plain(leaf), names)) for leaf in leaves])
     words = replicated(axis.all_gather(local_words), names).reshape(*sizes, len(leaves), WORDS)
     # The numbers of the leaves, by the dims of `words` (mesh axes) along which they are copies.

@@ -91,7 +91,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         timeout=0,  # a held lock raises `Timeout` at once
         thread_local=False,  # any thread may release the lock
         fallback_to_soft=False,  # a soft lock would outlive a process that is killed
-        on_acquired=functools.partial(_sign, folder / FILE),
+        on_acquired=functools.partial(_sign, folder / FILE),  # writes who holds the lock
     )
     created: list[Path] = []
     try:

@@ -72,6 +72,7 @@ class Peers:
         if self._rank_0["name"] != self._entry["name"]:
             self.tell("belongs to another job")
             jobs.end(
+                # The first two of `NAMES` serve as examples.
                 f"error: {job.who} met rank 0 of another job: {self._rank_0['who']}. Two jobs were "
                 f"given one port, or their ranks have different values of {', '.join(NAMES[:2])}, "
                 "... Give each job its own port, and all ranks of a job the same variables.\n",

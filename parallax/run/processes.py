@@ -77,6 +77,7 @@ def initialize(
         ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
             variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
+    # `_told` adds the values of the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
     try:

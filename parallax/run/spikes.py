@@ -76,6 +76,7 @@ class Spikes:
         if not loss > self.limit:  # nan is no spike: `metrics.Skipped` counts it
             self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
             return False
+        # `_at` has the steps of the spikes among the last `WINDOW` steps.
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
         if len(self._at) >= self.budget:
             raise Spiked(

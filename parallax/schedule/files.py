@@ -40,7 +40,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         """Returns the jobs of one stage in one tick, such as `1F4 1B2`."""
         jobs = []
         for letter, table in zip(letters, schedule.lanes.values(), strict=True):
-            # A table has microbatch * chunks + chunk, or -1 for no job, of which `divmod` makes the
+            # A table has microbatch * chunks + chunk, or -1 for no job: `divmod` of -1 gives
             # microbatch -1.
             microbatch, chunk = divmod(int(table[tick, stage]), schedule.chunks)
             if microbatch >= 0:
