@@ -57,6 +57,6 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file without waiting for the writer of a pipe, and without making a terminal the
-    controlling one of this process."""
+    """Opens a file. If it is a pipe, does not wait for its writer; if it is a terminal, does not
+    make it the controlling terminal of this process."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

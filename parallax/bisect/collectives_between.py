@@ -55,10 +55,10 @@ class ProgramSlice(NamedTuple):
     """The part of a program that computes a value from the taps before it.
 
     Attributes:
-        taps: the taps before it, as `(path, way)`.
+        taps: the taps at which the part begins, as `(path, way)`.
         collectives: a description of each collective, the nearest first.
         functions: the functions that made the equations, as `file.py:function`, the nearest first.
-        callers: the functions that called these, in no order.
+        callers: the functions that called those in `functions`, in no order.
     """
 
     taps: tuple[tuple[str, str], ...]
@@ -75,7 +75,7 @@ class _Body(NamedTuple):
         parent: the body that contains it; None for the whole program.
         eqn: the equation of the parent that contains it.
         calls: the ids of the equations around it, from the whole program on. JAX may use one
-            jaxpr for several calls; these tell their bodies apart.
+            jaxpr for several calls; these ids tell the bodies of the calls apart.
         makers: the equation that makes each of its variables.
     """
 
@@ -135,7 +135,7 @@ class _SliceReader:
         """Begins with nothing collected; `program_slice` says what is collected."""
         # The variables that were followed, each with the `calls` of its body.
         self.seen: set[tuple[tuple[int, ...], Any]] = set()
-        # The opened calls, by the id of the jaxpr and the `calls` of its body.
+        # The bodies of opened calls, by the id of the called jaxpr and the body's own `calls`.
         self.bodies: dict[tuple[int, tuple[int, ...]], _Body] = {}
         # Dicts without values are sets that keep their order.
         self.taps: dict[tuple[str, str], None] = {}
@@ -186,6 +186,7 @@ class _SliceReader:
         is_cached = not is_scan and _is_cached(called_jaxpr)
         if called_jaxpr is not None and not is_cached:
             inside = self._inside(called_jaxpr, body, eqn)
+            # An equation has the results of the jaxpr that it calls, in their order.
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
         self._note(eqn, body)
         if not is_cached:
@@ -217,7 +218,8 @@ class _SliceReader:
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
         place = body.jaxpr.invars.index(atom)
-        # A slice, which is empty if the equation has fewer operands than its jaxpr.
+        # The equation's operands stand in the order of the jaxpr's inputs. The slice is empty if
+        # the equation has fewer operands.
         outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
         if body.eqn.primitive.name == "scan":
             consts, carries = scan_parts(body.eqn)
@@ -302,8 +304,8 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Returns, as text, the line that called a collective, and the line of the model that led to
-    this call. The first may be a line of the package, as of `tensor.reduce_from`.
+    """Returns the text " in LINE for LINE": the line that called a collective, and the line of the
+    model that led to this call. The first may be a line of the package, as of `tensor.reduce_from`.
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
     # Files directly in the package's folder, such as tensor.py, are no models; those in its folder

@@ -2,7 +2,8 @@
 
 A `Record` has the values of a run. The `Key` of a value has the path of its tap, its layer, and its
 `way`: argument, forward pass, backward pass or result. `copies` are the mesh axes along which
-devices have copies of one value that should be equal and differ.
+devices have copies of one value that should be equal and differ. `differs` of a `Value` gives the
+largest difference along each such axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -133,7 +134,8 @@ def compare(
         # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         off = differences[key]
-        # The axes along which copies differ too much. `not <=` is true for nan, which `>` is not.
+        # The axes along which the copies in `run_b` differ too much. `not <=` is true for nan,
+        # which `>` is not.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
             first = _described(a, b, key, (off, allowed), copies, equal)
@@ -163,7 +165,7 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
 
 
 def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
-    """Returns the record of a run, which may be one already."""
+    """Returns the record of a run, or `run` itself if it is a `Record`."""
     return run if isinstance(run, Record) else record(run, **options)
 
 

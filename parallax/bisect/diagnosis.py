@@ -79,7 +79,8 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
-        # Rounding to so many binary digits changes a number by at most 2^-digits of it.
+        # Rounding to so many binary digits changes a number by at most 2^-digits of it,
+        # and the largest of many changes is not far below that.
         if 2.0 ** -(digits + 4) < _largest(errors) <= 2.0**-digits:
             return f"rounded to {name}"
     return ""
@@ -134,6 +135,7 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the share of places in which exactly one of the two values is 0, as with
     another dropout mask. Both values must have zeros."""
+    # A share below FEW may be chance, and two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
         return ""

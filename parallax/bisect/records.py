@@ -9,8 +9,9 @@ batch, so the cotangents of one part are multiplied by 1 / parts.
 A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the index of the
 device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none). For each of the
 dims `mark.placed`, its `places` has the positions of the block's elements in the whole array. The
-axes along which devices have terms of a sum are `mark.terms`. BATCH stands for all axes that split
-the rows of the batch.
+axes along which devices have terms of a sum are `mark.terms`; `mark.varying` are those along which
+the value is typed as varying, and `mark.dims` the axes that split each dim. BATCH stands for all
+axes that split the rows of the batch.
 
 A `_Form` tells how the blocks form a value: `rows`, the dim of the batch's rows, or None; `dims`,
 the axes that split each dim; `block_axes`, along which devices have different blocks; `summed`,

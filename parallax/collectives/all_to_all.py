@@ -112,7 +112,8 @@ def _exchange(blocks, axis_name):
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
-            # The sender is the device that has this one at `offset`: it is at `-offset` from here.
+            # The sender is the device that has this one at `offset`: it is at `-offset` from here,
+            # which is the place of offset 0 (`home`) after a hop of `offset`.
             source = route.device_at(me, route.offset_after(route.home, offset))
             received = lax.dynamic_update_index_in_dim(received, message, source, 0)
     return received

@@ -89,7 +89,7 @@ class Cost(NamedTuple):
         sent: the bytes that a device sends over all its links: the results of the program's
             permutes.
         messages: the messages that a device sends: the program's permutes, in all trips of loops.
-        reduced: the bytes that a device adds to others.
+        reduced: the received bytes that a device adds to its own.
         chain: the longest chain of messages in which each depends on the one before. It is below
             `hops` if some rounds do not depend on the round before.
     """

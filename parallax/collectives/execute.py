@@ -8,7 +8,7 @@ An *offset* is a place relative to this device, which is at `route.home`, offset
 `route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
 of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
 offset o after a hop of `step`, `offset_after(o, step, k)` after k hops, and `pairs(step)` are the
-hop's (sender, receiver).
+hop's (sender, receiver), swapped with `back=True`.
 
 Consecutive rounds in which each table sends on exactly the blocks that just arrived are a *chain*.
 A long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds
@@ -266,7 +266,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
 
         `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
-        block for rounds after the loop, and are empty if no rounds follow.
+        block for rounds after the loop, and are empty if no rounds follow. `owners_after` gives the
+        offsets of the devices that own a trip's blocks.
         """
         last_messages, stacks, result = carry
         arrived = {}

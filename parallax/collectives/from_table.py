@@ -158,7 +158,7 @@ def _prices(tables_of):
         a gather, which adds nothing.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
-        shares = shares_of(block_size, len(tables))
+        shares = shares_of(block_size, len(tables))  # (start, length) for each table
         nbytes = [itemsize * length for _, length in shares if length]
         # A block of fewer numbers than tables leaves nothing for the last tables.
         return messages(tables[: len(nbytes)], nbytes, back=back, added=None if back else nbytes)

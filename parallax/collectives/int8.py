@@ -26,7 +26,7 @@ An array is cut into n parts, one for each device, and each part into blocks. A 
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
 float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: n/2 times this bound.
+sum: n/2 times the bound above.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|

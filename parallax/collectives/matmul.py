@@ -7,8 +7,8 @@ is added. The whole gathered operand, or the whole product before the scatter, n
 forward nor backward.
 
 Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
-of one device's `[T_X, D]`. T_X: each device has 1/n of the rows. {U_X}: each device has a term of
-the sum.
+of one device's `[T_X, D]`. T_X: each device has 1/n of the rows (F_X: of F). {U_X}: each device has
+a term of the sum.
 
 | function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|
@@ -315,10 +315,11 @@ def _times(shape, dim: int, n: int):
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
-    """Raises `ValueError` if `dim` is the last dim of `shape`. The product
-    sums over the last dim of `x`, and takes its own last dim from the weight."""
+    """Raises `ValueError` if `dim` is the last dim of `shape`: that of `x` is summed over, and that
+    of the product comes from the weight. Only dims of the batch are gathered or scattered."""
     if dim == len(shape) - 1:
         raise ValueError(
-            f"{function}: {argument}={dim} is the last dim of shape {shape}, which the product "
-            f"sums over or makes. Use one of the dims {list(range(dim))} before it."
+            f"{function}: {argument}={dim} is the last dim of shape {shape}, a dim of the weight; "
+            f"only dims of the batch can be split. Use one of the dims {list(range(dim))} before "
+            "it."
         )

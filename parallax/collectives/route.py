@@ -235,7 +235,8 @@ def _check_step(route: Route, step: Point, r: int) -> None:
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:
         raise ValueError(
-            f"Route: round {r} has the step {_describe(step)}, which is outside the box {box}."
+            f"Route: round {r} has the step {_describe(step)}, which is outside the box {box}. "
+            "A step has a number for each dim of the box, smaller in magnitude than the dim."
         )
 
 

@@ -7,7 +7,8 @@ belong to the devices `offsets` places further on go to the device `step` places
 `product(tables, order)` is one table that runs several in this order, each along its own dims of a
 box.
 
-The table below is for n devices. A *message* is the data that a device sends to another at once.
+The table below is for n devices; a torus has k axes, of a, b .. devices. A *message* is the data
+that a device sends to another at once.
 
 | algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
@@ -15,7 +16,7 @@ The table below is for n devices. A *message* is the data that a device sends to
 | `two_rings` | 2 (n - 1), halves of blocks | n - 1 | n - 1 |
 | `direct` | n - 1 | 1 | n - 1 |
 | `halving` | ceil(log2 n) | ceil(log2 n) | n - 1 |
-| `halving_by(4)` | some 3 ceil(log4 n) | ceil(log4 n) | n - 1 |
+| `halving_by(4)` | about 3 ceil(log4 n) | ceil(log4 n) | n - 1 |
 | `pairs` (n a power of 2) | log2 n | log2 n | n - 1 |
 | `machines(g)` | g - 1 inside, n/g - 1 between machines | n/g + g - 2 | n - 1 (n/g - 1 leave) |
 | `torus` on a x b .. | k (a + b .. - k), of 1/k block | k (max(a, b ..) - 1) | n - 1 |
@@ -121,7 +122,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
         if n % g:
             raise ValueError(
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
-                "that divides it."
+                "that divides the number of devices."
             )
         # The order (1, 0): first the ring inside a machine, then between machines.
         return product([between.table(n // g), ring.table(g)], (1, 0))

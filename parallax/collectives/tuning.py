@@ -242,7 +242,7 @@ def auto(
         among: the functions to choose from besides `lax.psum`; all exact all-reduces of the library
             by default.
         sizes: the bytes per device of the race, in rising order.
-        rounds: the number of measurements of each; the median counts.
+        rounds: the number of measurements of each function at each size; the median counts.
         link: the link of these axes, if it was fitted before.
     """
     choices: dict[tuple[str, ...], Choice] = {}
@@ -304,8 +304,8 @@ def _worth_a_race(
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
     # Slices, not items, since a single rival has no second.
-    firsts, seconds = ([f for order in ranked for f in order[k : k + 1]] for k in (0, 1))
-    return list(dict.fromkeys([*firsts, *seconds]))
+    winners, runners_up = ([f for order in ranked for f in order[k : k + 1]] for k in (0, 1))
+    return list(dict.fromkeys([*winners, *runners_up]))
 
 
 def measure(

@@ -102,8 +102,9 @@ def first_difference(options: argparse.Namespace) -> str:
     generator = np.random.default_rng(0)
     shape = (options.batch, chosen.config.context + 1)
     windows = generator.integers(0, chosen.config.vocabulary, shape).astype(np.int32)
-    # Not AdamW: where a gradient is 0 but for rounding, as for the bias of keys, it would divide
-    # the rounding error by its own size, and the report would show a large difference.
+    # Not AdamW: where the true gradient is 0, it would divide the rounding error by its own size,
+    # and the report would show a large difference. The bias of keys has such a gradient: it shifts
+    # all scores of a query alike, which a softmax ignores.
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):

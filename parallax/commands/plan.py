@@ -113,8 +113,8 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Returns a table of the fastest layouts of `--devices`, and the plan of the simplest of those
-    that are nearly as fast as the first.
+    """Returns a table of the fastest layouts of `--devices`, and the plan of the simplest layout
+    among those that are nearly as fast as the first.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.

@@ -39,7 +39,8 @@ class Entry(NamedTuple):
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results over all runs; for a permute, those that a device receives.
         hops: the length of the longest chain in which each collective waits for the one before.
-        conditional: whether they stand in a branch that may not be taken. All branches count.
+        conditional: whether they stand in a branch that may not be taken. The collectives of all
+            branches are counted.
         unbounded: whether they stand in a loop of unknown length, which counts as one trip.
     """
 
@@ -172,8 +173,8 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
     """Returns a sentence for each number (bytes, count, hops) whose sum over `entries` differs from
-    its prediction. A predicted number that is None is not compared; `predicted` is None if there is
-    no prediction at all."""
+    its prediction. Fewer hops than predicted are no difference. A predicted number that is None is
+    not compared; `predicted` is None if there is no prediction at all."""
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
     if predicted is None:
@@ -267,7 +268,7 @@ def _inside(
         return Counter([key(instruction)])
     chains = []
     # `called` has the computations and their runs, 0 for a loop whose text does not state its
-    # trips. Its name may give the mean (`counted`); else one trip counts.
+    # trips. The loop's name may give the mean (`counted`); else one trip counts.
     for called, stated in instruction.called:
         trips = stated or instruction.counted or 1
         chain = _chain(program, called, key, known)

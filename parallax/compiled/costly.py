@@ -59,8 +59,8 @@ def instructions(
         A mean number of trips may make `times` a fraction, which is rounded down in the end.
         """
         for line in program[name]:
-            # Only these have their computations counted (of a conditional, all branches). The time
-            # of a fusion includes the time of the instructions in it.
+            # Of these three, the instructions in their computations count (of a conditional, all
+            # branches). The time of a fusion (`costs.of`) includes that of the instructions in it.
             if line.opcode in ("while", "conditional", "call"):
                 for called, trips in line.called:
                     add_computation(called, times * (trips or line.counted or 1))

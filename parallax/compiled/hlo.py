@@ -113,7 +113,8 @@ class Instruction(NamedTuple):
             return []
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
-        # A loop's condition is also evaluated once after the last trip; 0, unknown, stays 0.
+        # A loop's condition is also evaluated once after the last trip; 0, unknown, stays 0. Other
+        # computations (`CALLED` gives each one's key, such as "calls") run once.
         times = {"body": trips, "condition": trips and trips + 1}
         return [
             (name, times.get(key, 1))
@@ -123,7 +124,7 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The mean number of trips of a loop in each trip of the outer loop, if
+        """The mean number of trips that a loop has in one trip of the loop around it, if
         `jaxprs.counted_scope` wrote it into the loop's name; else 0. It is a fraction if some trips
         of the outer loop do not run the loop."""
         scope = COUNTED.search(self.attributes)
@@ -234,7 +235,8 @@ def _instruction(name: str, definition: str) -> Instruction:
         result, call = definition.split(" ", 1)
     opcode, operands_and_attributes = call.strip().split("(", 1)
     operands, attributes = _closed("(" + operands_and_attributes)
-    # The value of a constant and the number of a parameter stand in the place of operands.
+    # The value of a constant and the number of a parameter stand in the place of operands;
+    # `loop_counts` reads them from the attributes.
     if opcode in ("constant", "parameter"):
         attributes = operands + attributes
     # Instructions that it waits for without reading their results.

@@ -105,6 +105,7 @@ def torus(
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
+    # Each chip has one place in its slice. `FLAT` names the chips whose torus has two dims.
     cores = max(Counter(zip(groups, places, strict=True)).values())
     return Machine(
         hardware, places, groups, sizes, cores, closed_dims(hardware.name in FLAT, sizes)
@@ -122,8 +123,8 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
 
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
-    """Returns, for each axis of a mesh with several devices, the mean number of links in a hop of a
-    ring along the axis. It is 1 if all hops go to neighbours.
+    """Returns, for each mesh axis of several devices, the mean number of links in a hop of a ring
+    along the axis. It is 1 if all hops go to neighbours.
 
     The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
     """
@@ -187,8 +188,8 @@ def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, 
         sent, _ = flows(run.instruction, len(machine.places))
         for (source, target), size in sent.items():
             kind = machine.kind(source, target)
-            # The text of a program for several slices has the messages inside one slice only, and
-            # all messages between slices.
+            # The text of a program for several slices, which has the word `_xla_megascale`, has the
+            # messages inside one slice only, and all messages between slices.
             copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
             bytes_by_kind[kind] += round(copies * run.times * size)
     return dict(bytes_by_kind)

@@ -4,9 +4,10 @@
     world = mesh.make(devices=v5e.devices, data=4, tensor=2)
     program = targets.compile(train, shapes, windows, target=v5e)
 
-`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, as a
-decoder's `prepare` returns them. The TPU's compiler comes with `pip install -e ".[tpu]"`, the GPU's
-with `".[gpu-compile]"`, each in an environment of its own. Nothing runs, and no device is needed.
+`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, as `shapes`
+of a decoder's training step has them. The TPU's compiler comes with `pip install -e ".[tpu]"`, the
+GPU's with `".[gpu-compile]"`, each in an environment of its own. Nothing runs, and no device is
+needed.
 """
 
 import contextlib
@@ -152,7 +153,8 @@ def target(name: str) -> Target:
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)
-    # The cores of a chip are devices with the same coordinates. A `Target` has the cores of a chip.
+    # Devices of a slice with the same coordinates are cores of one chip. `Target.cores` is their
+    # number.
     if is_tpu:
         chips = len({(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices})
     return Target(name, chip, hardware, devices, len(devices) // chips)
