@@ -350,7 +350,8 @@ def _whole(reports: list[Report], form: _Form) -> Value:
         whole[np.ix_(*_places(form, report))] = first * form.scale
         for owner, (value, _) in others:
             off = relative(first, value)
-            # The copies differ along each axis on which the two owners have other places.
+            # The copies differ along each axis on which the two owners have other places. The last
+            # place of an owner is its microbatch.
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)

@@ -38,9 +38,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     alike wherever the number stands in its array. Types and gradients are the same too. A bucket
     holds leaves of one dtype that vary along the same axes, in the order of the tree, up to
     `nbytes`. An unreduced or reduced leaf has its own bucket, and so has a leaf of `nbytes` or
-    more. A bucket is padded to a multiple of the devices, so that a ring need not copy it again.
-    With `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart from the
-    gradients: its magnitude would spoil their accuracy.
+    more. A bucket is padded to a multiple of the number of devices, so that a ring need not copy it
+    again. With `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart
+    from the gradients: its magnitude would spoil their accuracy.
 
     Args:
         axis: the axis, or its name. Its other collectives stay as they are.
@@ -105,7 +105,8 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
 
 
 def _packed(leaves, axis_name):
-    """Returns the leaves joined into one vector, padded to a multiple of the devices.
+    """Returns the leaves joined into one vector, padded to a multiple of the number of
+    devices.
 
     All have one dtype and vary along the same axes. Without the padding a ring would pad the vector
     itself, and so copy it a second time.

@@ -4,7 +4,8 @@ Run forwards, a table is a scatter: partial sums travel to their devices. Run ba
 gather: blocks travel from their devices. Each table carries its own share of the array. A message
 is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
 
-An *offset* is a place relative to this device, which is at `route.home`, offset 0:
+An *offset* (a `Point`: one number for each dim of the devices' box) is a place relative to this
+device, which is at `route.home`, offset 0:
 `route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
 of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
 offset o after a hop of `step`, `offset_after(o, step, k)` after k hops, and `pairs(step)` are the

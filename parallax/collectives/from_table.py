@@ -149,6 +149,7 @@ def _prices(tables_of):
 
     Each takes (numbers of the array, devices, bytes of a number) and returns the rounds of
     messages. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
+    `devices(n)` is their product.
     """
 
     def rounds(block_size, n, itemsize, *, back):

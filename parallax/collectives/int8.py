@@ -80,7 +80,8 @@ def _from_a_block_on(
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
     For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`.
+    collective `exact`, so its rounds are those of `exact`. `devices(n)` is n, or the product if n
+    has the devices on each of several axes.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):

@@ -66,6 +66,7 @@ def _gathered(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
     `size` is the number of numbers of one device's `x`, and `itemsize` the bytes of a number.
+    `devices(n)` is n, or the product if n has the devices on each of several axes.
     """
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
@@ -105,6 +106,7 @@ def _reduced(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
     `size` is the number of numbers of the product, and `itemsize` the bytes of a number.
+    `devices(n)` is n, or the product if n has the devices on each of several axes.
     """
     # A message is one of n blocks of the product, rounded up; it is added to the receiver's.
     block = -(-size // devices(n)) * itemsize

@@ -44,7 +44,10 @@ def _hops_of(n: int) -> list[list[tuple[int, int]]]:
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers."""
+    """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers.
+
+    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    """
     hops, nbytes = _hops_of(devices(n)), size * itemsize
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
     rounds = []
@@ -76,7 +79,8 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Returns the sum of one array over the devices, on every device."""
     n = types.axis_size(axis_name)
-    # With fixed terms, the sums are the same bits however often XLA computes them.
+    # `pin_bits` fixes this device's term, so each sum has the same bits however often XLA
+    # computes it.
     x = pin_bits(x)
     hops, results = _hops_of(n), []
     # If n is no power of two, the first hop adds the last devices' terms to the first devices (the

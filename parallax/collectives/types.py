@@ -161,7 +161,7 @@ def axis_size(axis_name: AxisName) -> int:
 def _check_bound(names: tuple[str, ...]) -> None:
     """Raises `ValueError` for an axis that this code does not run over, such as a misspelt one.
 
-    Inside a map JAX would fail there without a message.
+    Inside a map, JAX itself fails for such an axis without a message.
     """
     # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
