@@ -12,15 +12,15 @@ only the error of the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
-The rounding error, x - Q(x), is itself exact: `ErrorFeedback` adds it to the next call, so nothing
-is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an infinity or NaN
-becomes NaN.
+The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds it to the next
+call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an
+infinity or NaN becomes NaN.
 
-Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum, the
-weights of a small GPT-2 were nine times as close to the exact run's weights as without feedback.
-AdamW divides by the gradients' second moment, for which a correction one step later is noise. After
-200 steps of AdamW the held-out loss was 0.4 % above the exact run's without feedback, and 1.1 %
-above it with feedback.
+Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum,
+with feedback, the weights of a small GPT-2 were nine times as close to the exact run's weights as
+without feedback. AdamW divides by the gradients' second moment, for which a correction one step
+later is noise. After 200 steps of AdamW the held-out loss was 0.4 % above the exact run's without
+feedback, and 1.1 % above it with feedback.
 
 An array is cut into n parts, one for each device, and each part into blocks. A device quantises its
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in

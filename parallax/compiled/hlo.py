@@ -290,7 +290,7 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 
     pairs = []
     for lines in program.computations.values():
-        before: dict[str, frozenset[str]] = {}  # all instructions that each one waits for
+        before: dict[str, frozenset[str]] = {}  # all that each one waits for, also through others
         loops: list[Instruction] = []
         for line in lines:
             operands = [name for name in line.operands if name in before]

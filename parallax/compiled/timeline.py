@@ -4,11 +4,11 @@
     replay.seconds, replay.exposed, replay.exposed_along["data"]
 
 The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
-order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, its bytes and
-operations over the chip's rates. A loop's body runs once for each trip. A message begins at its
-start instruction, waits until its links are free (a link carries one message at a time), and its
-done instruction waits for it. The *exposed* time is the time of the replay, minus the time of the
-same program with messages that take no time.
+order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
+its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A message
+begins at its start instruction, waits until its links are free (a link carries one message at a
+time), and its done instruction waits for it. The *exposed* time is the time of the replay, minus
+the time of the same program with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
