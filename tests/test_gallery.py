@@ -195,14 +195,18 @@ def test_lora_learns_by_its_factors_alone_and_sends_no_more(printed):
 @pytest.mark.programs
 @pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
-def test_a_mixture_learns_more_than_its_dense_twin_and_its_load_evens_out(printed):
+def test_a_mixture_learns_faster_than_its_dense_twin_and_its_load_evens_out(printed):
+    """Faster at first. After 200 steps the two are even: with other batches either is ahead, by
+    0.01."""
     text = printed("experts")
     used = [
         float(part.replace(",", "")) for part in re.findall(r"of which a token uses ([\d,]+)", text)
     ]
     assert used[0] == pytest.approx(used[1], rel=0.01)
+    mixture, twin = numbers(text, r"\n  50 +# +#")
+    assert mixture < twin - 0.03
     mixture, twin = numbers(text, r"\n 200 +# +#")
-    assert mixture < twin
+    assert mixture == pytest.approx(twin, abs=0.03)
     first, last = numbers(text, r"step   1  layer 0: #, "), numbers(text, r"step 200  layer 0: #, ")
     assert last < first
 
