@@ -337,6 +337,12 @@ def test_a_layout_that_cannot_be(arguments, message):
             "devices. Use data=4.",
         ),
         (
+            Layout(tensor=4),
+            {"devices": 10},
+            "Layout: data=1 x stage=1 x tensor=4 multiply to 4, and there are 10 devices. Use "
+            "data=5,tensor=2,batch=50.",
+        ),
+        (
             Layout(stage=4, tensor=3, microbatches=4),
             {"devices": 6},
             "Layout: data=1 x stage=4 x tensor=3 multiply to 12, and there are 6 devices. Use "
