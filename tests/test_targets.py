@@ -18,6 +18,7 @@ from parallax.__main__ import main
 from parallax.collectives import ring
 from parallax.compiled import (
     certificate,
+    costly,
     hlo,
     links,
     report,
@@ -226,6 +227,31 @@ def test_a_loop_of_one_trip_or_none_turns_as_often_as_its_name_says():
     assert found.unbounded == 0
     unknown = timeline.of(text.replace("forward.3_of_5", "forward"), one, {"x": 2})
     assert (unknown.seconds, unknown.unbounded) == (pytest.approx(5e-3), 1)
+
+
+def test_a_conditional_takes_the_time_of_its_longest_branch():
+    """Branches of one and of two milliseconds: the time, the events, the waits and the costly
+    instructions are those of the second, then of the one that waits for a message."""
+    short, long = compute("a", 1_500_000), compute("b", 3_000_000)
+    branches = "branch_computations={%one, %two}"
+    text = (
+        "HloModule m, is_scheduled=true\n\n"
+        f"%one (x: f32[8]) -> f32[8] {{\n{short}\n}}\n\n"
+        f"%two (x: f32[8]) -> f32[8] {{\n{long}\n}}\n\n"
+        "ENTRY %main (x: f32[8]) -> f32[8] {\n"
+        f"  %c = f32[8] conditional(%i, %x, %x), {branches}\n}}\n"
+    )
+    pair = links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)])
+    found = timeline.of(text, pair, {"x": 2})
+    assert (found.seconds, found.compute) == (pytest.approx(2e-3), pytest.approx(2e-3))
+    assert [event.name for event in found.events] == ["b"]
+    assert [each.name for each in costly.instructions(text, hardware.TPU_V5E)] == ["b"]
+    start, done = permute("m", "{{0,1}}", 90)  # two milliseconds and a microsecond
+    sends = text.replace(short, f"{start}\n{short}\n{done}")
+    found = timeline.of(sends, pair, {"x": 2})
+    assert found.seconds == pytest.approx(2.001e-3)
+    assert found.exposed == pytest.approx(1e-6)
+    assert [event.name for event in found.events] == ["m", "a"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

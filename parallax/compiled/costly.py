@@ -7,6 +7,8 @@ computations that an instruction runs, each with its number of runs: 0 for a loo
 not state its trips. `line.counted` is the mean number of trips that the loop's name gives, or 0.
 """
 
+import itertools
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -41,7 +43,8 @@ def instructions(
 ) -> list[Costly]:
     """Returns all instructions that take time, without collectives, the most expensive first.
 
-    A loop of unknown length counts as one trip.
+    A loop of unknown length counts as one trip. Of a conditional, only the branch that takes
+    longest counts.
 
     Args:
         compiled: the program, or its text.
@@ -51,32 +54,44 @@ def instructions(
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     program, line_of = hlo.module(text), source_lines.read(text)
-    costs, expensive = seconds.Costs(program, chip, cores), []
+    costs = seconds.Costs(program, chip, cores)
 
-    def add_computation(name: str, times: int | Fraction) -> None:
-        """Adds to `expensive` the instructions of a computation that runs `times` times in a step.
+    def of_computation(name: str, times: int | Fraction) -> list[Costly]:
+        """Returns the instructions of a computation that runs `times` times in a step.
 
         A mean number of trips may make `times` a fraction, which is rounded down in the end.
         """
+        expensive = []
         for line in program[name]:
-            # Of these three, the instructions in their computations count (of a conditional, all
-            # branches). The time of a fusion (`costs.of`) includes that of the instructions in it.
+            # Of these three, the instructions in their computations count. The time of a fusion
+            # (`costs.of`) includes that of the instructions in it.
             if line.opcode in ("while", "conditional", "call"):
-                for called, trips in line.called:
-                    add_computation(called, times * (trips or line.counted or 1))
+                inner = [
+                    of_computation(called, times * (trips or line.counted or 1))
+                    for called, trips in line.called
+                ]
+                if line.opcode == "conditional":  # one branch runs
+                    inner = [max(inner, key=_total)]
+                expensive += itertools.chain(*inner)
             elif (taken := int(times) * costs.of(line)) and not line.collective:
                 source = line_of(line.attributes)
                 expensive.append(
                     Costly(taken, int(times), line.name, line.opcode, line.result, source)
                 )
+        return expensive
 
-    add_computation(program.entry, 1)
+    expensive = of_computation(program.entry, 1)
     return sorted(expensive, key=lambda instruction: -instruction.seconds)
+
+
+def _total(expensive: Iterable[Costly]) -> float:
+    """Returns the seconds of all these instructions."""
+    return sum(instruction.seconds for instruction in expensive)
 
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
     """Returns the first `rows` instructions as text, each with its share of the seconds of all."""
-    total = sum(instruction.seconds for instruction in expensive)
+    total = _total(expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:
         milliseconds = f"{1e3 * instruction.seconds:9.4f} ms {instruction.seconds / total:6.1%}"

@@ -7,8 +7,9 @@ The text of a program for TPUs or GPUs is in the order in which it runs. The rep
 order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
 its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A message
 begins at its start instruction, waits until its links are free (a link carries one message at a
-time), and its done instruction waits for it. The *exposed* time is the time of the replay, minus
-the time of the same program with messages that take no time.
+time), and its done instruction waits for it. A conditional runs the branch that would end last. The
+*exposed* time is the time of the replay, minus the time of the same program with messages that take
+no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
 measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
@@ -228,7 +229,9 @@ class _Replay:
             if line.opcode == "while":
                 for _ in range(_trips(line, state)):
                     self._computation(_body(line), state)
-            elif line.opcode in ("call", "conditional"):  # all branches of a conditional
+            elif line.opcode == "conditional":
+                self._computation(self._longest_branch(line, state), state)
+            elif line.opcode == "call":
                 for called, _ in line.called:
                     self._computation(called, state)
             elif line.opcode.endswith("-done"):
@@ -237,6 +240,19 @@ class _Replay:
                 self._wait(until, source, state)
             else:
                 self._instruction(line, started, state)
+
+    def _longest_branch(self, line: hlo.Instruction, state: SimpleNamespace) -> str:
+        """Returns the name of the branch of a conditional that would end last if it began now."""
+
+        def end(name: str) -> float:
+            """Returns the time at which a branch would end. Its replay does not change `state`."""
+            trial = SimpleNamespace(**vars(state))
+            trial.free, trial.due = dict(state.free), dict(state.due)
+            trial.events = trial.waits = None
+            self._computation(name, trial)
+            return trial.now
+
+        return max((name for name, _ in line.called), key=end)
 
     def _instruction(
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
