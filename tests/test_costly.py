@@ -1,8 +1,11 @@
 """The most expensive instructions of a saved program, with their lines."""
 
+import dataclasses
+
 import pytest
 from test_targets import KINDS, machine, text
 
+from parallax import hardware
 from parallax.compiled import costly, hlo, links, timeline
 from parallax.layout import Layout
 
@@ -31,3 +34,14 @@ def test_a_broadcast_goes_from_the_first_device_of_each_group():
     broadcast = hlo.Instruction("b", "f32[8]{0}", "collective-broadcast", ["x"], groups)
     expected = {(0, 1): 32.0, (0, 2): 32.0, (3, 4): 32.0, (3, 5): 32.0}
     assert links.flows(broadcast, 6) == (expected, 1)
+
+
+def test_cycles_need_a_clock():
+    """Of a TPU without a clock, and of another chip than the program's."""
+    no_clock = dataclasses.replace(hardware.TPU_V5E, clock=0.0)
+    for chip in (no_clock, hardware.H100):
+        with pytest.raises(ValueError, match=rf"needs a chip with a clock; {chip.name} has none"):
+            costly.instructions(text("tpu"), chip)
+    here = machine("tpu")._replace(hardware=no_clock)
+    with pytest.raises(ValueError, match="needs a chip with a clock"):
+        timeline.of(text("tpu"), here, dict(Layout(data=4, tensor=2).axes))

@@ -50,6 +50,9 @@ def instructions(
         compiled: the program, or its text.
         chip: the chip that it was compiled for.
         cores: the number of devices that share a chip.
+
+    Raises:
+        ValueError: the program states cycles, and the chip has no clock.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None

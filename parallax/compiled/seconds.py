@@ -51,9 +51,16 @@ class Costs:
 
     def _estimate(self, line: hlo.Instruction) -> float:
         """Returns the seconds of an instruction: from the compiler's cycles or a kernel's own
-        counts if the text has any, and otherwise from its operations and its traffic.
+        counts if the text has any, and otherwise from its operations and its traffic. Raises
+        `ValueError` if the text has cycles and the chip has no clock.
         """
         if cycles := CYCLES.search(line.attributes):
+            if not self.hardware.clock:
+                raise ValueError(
+                    f"The program states cycles, as a TPU's does ({line.name}), so its time needs "
+                    f"a chip with a clock; {self.hardware.name} has none. Pass the chip that the "
+                    "program was compiled for, with its clock in cycles per second."
+                )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
             return self._over_rates(int(kernel[1]), int(kernel[2]))

@@ -91,7 +91,8 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is for another backend or for another number of devices.
+        ValueError: the program is for another backend or for another number of devices, or it
+            states cycles and the machine's chip has no clock.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
