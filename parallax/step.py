@@ -194,6 +194,8 @@ def _lost(
     # For each leaf 0 or 1, as a float, added up to one number per device. `grads.norm` sums its
     # square over exactly the axes along which it varies: above 0 if any device has lost a number.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
+    if not lost:  # the optimizer gave no leaf an update
+        return jnp.asarray(False)
     return grads.norm([sum(lost[1:], start=lost[0])], axes=axes) > 0
 
 

@@ -6,6 +6,7 @@ import collections
 import equinox as eqx
 import hlo
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -25,7 +26,7 @@ from user_models import (
     wide_batch,
 )
 
-from parallax import grads, mesh, precision, rules, zero
+from parallax import grads, mesh, precision, rules, step, zero
 
 TRAINED = 8 * (2 * 64 * LOW + 64)  # bytes
 # Each: the gradient function from the specs of shares, the rule that those are of, whether
@@ -206,6 +207,20 @@ def test_some_leaves_may_have_an_optimizer_without_state():
     new, _ = program(arrays, wide_batch())
     gradients = PLAIN(adapted(), wide_batch())[1]
     assert_close(new.model["bias"], adapted()["bias"] - 1e-2 * gradients["bias"], EXACT)
+
+
+def test_an_optimizer_may_give_no_leaf_an_update():
+    """Its updates are None, as `eqx.apply_updates` allows: the model stays, and nothing is lost."""
+    no_update = lambda gradients, state, model=None: (
+        jax.tree.map(lambda _: None, gradients),
+        state,
+    )
+    optimizer = optax.GradientTransformation(lambda _: optax.EmptyState(), no_update)
+    grad = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
+    before = step.State(jnp.ones(3), optimizer.init(jnp.ones(3)), jnp.zeros((), jnp.int32))
+    state, info = step.make(grad, optimizer)(before, jnp.ones((4, 3)))
+    assert (info.skipped, int(state.step)) == (False, 1)
+    np.testing.assert_array_equal(state.model, before.model)
 
 
 def test_nothing_to_train_is_refused():
