@@ -344,7 +344,7 @@ WRONG_TENSORS = {
     ),
     "twice": (
         replaced("ln_f.bias", lambda _: np.zeros(12)),
-        r"holds both .*ln_f\.bias and .*ln_f\.bias: the same tensor twice",
+        r"model\.safetensors: .*ln_f\.bias and .*: .*ln_f\.bias are the same tensor twice",
     ),
     "nothing": (
         lambda _: {},
@@ -483,6 +483,23 @@ def test_damaged_shards_are_refused(folder):
         FileNotFoundError,
         match=r"lists model-00002-of-00002\.safetensors, and there is no such file",
     ):
+        gpt2.load(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused_with_both_files(folder):
+    """Under its name with and without the prefix: the index lists both."""
+    shard(folder)
+    first, second = sorted(folder.glob("model-*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    name = next(name for name, file in listed.items() if file == first.name)
+    plain = name.removeprefix("transformer.")
+    tensors = safetensors.numpy.load_file(second)
+    tensors[plain] = safetensors.numpy.load_file(first)[name]
+    safetensors.numpy.save_file(tensors, second)
+    index.write_text(json.dumps({"weight_map": {**listed, plain: second.name}}))
+    both = rf"{first.name}: {name} and .*{second.name}: {plain} are the same tensor twice"
+    with pytest.raises(ValueError, match=both):
         gpt2.load(folder)
 
 

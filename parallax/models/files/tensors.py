@@ -222,7 +222,7 @@ def opened(
             plain = name.removeprefix(prefix)
             if plain in stored:
                 raise ValueError(
-                    f"{file} holds both {name} and {stored[plain].name}: the same tensor twice. "
+                    f"{stored[plain].place} and {file}: {name} are the same tensor twice. "
                     "Remove one."
                 )
             if not re.fullmatch(no_weights, plain):
