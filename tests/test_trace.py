@@ -159,6 +159,7 @@ def on_one(f, *shapes):
 
 
 SHAPE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+SHAPE_OF_ROW = jax.ShapeDtypeStruct((1, 256), jnp.float32)
 SIZE = 256 * 256 * 4
 
 
@@ -179,6 +180,19 @@ def test_elementwise_results_are_fused_and_loops_write_in_place():
     )
     assert product.temporaries == 2 * SIZE  # a product is not written over what it reads
     assert product.operations == {"float32": 11 * 2 * 256**3}
+
+
+@pytest.mark.parametrize("name", ["set", "add", "subtract", "multiply", "min", "max"])
+def test_an_update_of_a_row_is_in_place_and_moves_the_bytes_of_the_row(name):
+    """Beside the product and the sum, it reads and writes a row once more."""
+    plain = on_one(lambda x, row: jnp.sum(jnp.sin(x @ x)), SHAPE, SHAPE_OF_ROW)
+    updated = on_one(
+        lambda x, row: jnp.sum(jnp.sin(getattr((x @ x).at[jnp.array([3])], name)(row))),
+        SHAPE,
+        SHAPE_OF_ROW,
+    )
+    assert plain.temporaries == updated.temporaries == SIZE
+    assert updated.read - plain.read == updated.written - plain.written == 256 * 4
 
 
 def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():

@@ -37,7 +37,10 @@ READERS = {
     "argmin",
 }
 # These change a part of their first operand.
-UPDATES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
+UPDATES = {
+    *("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub"),
+    *("scatter-mul", "scatter-min", "scatter-max"),
+}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 COLLECTIVES = {  # with their names in compiled programs
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
