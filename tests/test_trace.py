@@ -195,6 +195,18 @@ def test_an_update_of_a_row_is_in_place_and_moves_the_bytes_of_the_row(name):
     assert updated.read - plain.read == updated.written - plain.written == 256 * 4
 
 
+def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
+    """The branch with more products."""
+
+    def of_branches(*branches):
+        return on_one(lambda x: lax.cond(x[0, 0] > 0, *branches, x), SHAPE).unbounded
+
+    looped = lambda x: lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y @ x, x)
+    less, more = lambda x: x, lambda x: x @ x @ x @ x
+    assert of_branches(looped, more) == of_branches(more, looped) == []
+    assert len(of_branches(looped, less)) == len(of_branches(less, looped)) == 1
+
+
 def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():
     def of(layer):
         def loss(w, x):

@@ -417,12 +417,14 @@ class Reading:
             self.read,
             self.written,
             Counter(self.messages),
+            list(self.unbounded),
         )
 
     def _count(self, counted) -> None:
-        """Sets all counts back to `counted`, a result of `_counted`. The counters are copied, so
-        that `counted` can be used again."""
-        products, lines, self.read, self.written, messages = counted
+        """Sets all counts back to `counted`, a result of `_counted`. The counters and the list are
+        copied, so that `counted` can be used again."""
+        products, lines, self.read, self.written, messages, unbounded = counted
+        self.unbounded = list(unbounded)
         self.products, self.lines, self.messages = (
             Counter(products),
             Counter(lines),
