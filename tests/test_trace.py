@@ -195,6 +195,16 @@ def test_an_update_of_a_row_is_in_place_and_moves_the_bytes_of_the_row(name):
     assert updated.read - plain.read == updated.written - plain.written == 256 * 4
 
 
+def test_parts_of_an_array_that_are_joined_are_all_read():
+    """A row more in either order, two halves, and the whole array twice: once at most."""
+    read = lambda f: on_one(f, SHAPE).read
+    assert read(lambda x: jnp.concatenate([x, x[:1]])) == SIZE
+    assert read(lambda x: jnp.concatenate([x[:1], x])) == SIZE
+    assert read(lambda x: jnp.concatenate([x[128:], x[:128]])) == SIZE
+    assert read(lambda x: jnp.concatenate([x[:64], x[128:192]])) == SIZE // 2
+    assert read(lambda x: jnp.concatenate([x, x])) == SIZE
+
+
 def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
     """The branch with more products."""
 

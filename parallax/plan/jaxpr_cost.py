@@ -103,7 +103,11 @@ class Reading:
         """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
-        bases = {base: size for value in reads for base, size in value.root.reads.items()}
+        bases: dict[Buffer, int] = {}
+        for value in reads:
+            for base, size in value.root.reads.items():
+                # Operands may be parts of one buffer, which is read once at most.
+                bases[base] = min(bases.get(base, 0) + size, base.bytes)
         pairs = tuple(
             (buffer, value.root.buffer) for value in over if value.root.buffer is not None
         )
