@@ -320,6 +320,7 @@ def test_another_number_of_islands():
         assert form(new) == form(like)
         assert any("gone" in line for line in lost) == (count < 2)
         assert "the exchanges under way" in lost
+        assert len(lost) == (3 if count < 2 else 2)  # new islands lose nothing
 
 
 # What cannot be

@@ -357,10 +357,6 @@ def _losses(state: State, before: int, islands: int) -> list[str]:
         lost.append(
             f"the inner optimizer's state of islands {islands} to {before - 1}, which are gone"
         )
-    if islands > before:
-        lost.append(
-            f"nothing of islands {before} to {islands - 1}, which are new copies of the others"
-        )
     if jax.tree.leaves(state.error):
         lost.append("the rounding errors of int8")
     if any(sent is not None for sent in state.sent):
