@@ -361,6 +361,12 @@ def test_a_step_that_reduces_over_the_islands_is_refused(axis):
         runs(train)
 
 
+def reshaped(change):
+    """The whole model as one fragment, with each leaf changed: as many elements as before."""
+    get = lambda model: jax.tree.map(change, model)
+    return lambda model: (islands.Fragment(get, lambda model, part: model),)
+
+
 def test_refusals():
     train = step.make(grads.averaged(grad_of(()), "data"), ADAMW)
     runs(train)
@@ -369,6 +375,8 @@ def test_refusals():
     for stream, message in {
         islands.by_path("up"): r"they have 0 elements of down, which has 32",
         islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
+        reshaped(jnp.transpose): r"in the shape \(\d+, \d+\), which is no part of \(\d+, \d+\)",
+        reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which is no part of",
     }.items():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))

@@ -11,6 +11,7 @@ Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -154,12 +155,12 @@ def checked_fragments(
 ) -> tuple[Fragment, ...]:
     """Returns the fragments of `model`, after a check that each element is in exactly one.
 
-    The check only counts the elements of each leaf. The leaves of `model` are arrays or shapes, and
-    `specs` are their specs.
+    The check only counts the elements of each leaf, and compares shapes. The leaves of `model` are
+    arrays or shapes, and `specs` are their specs.
 
     Raises:
-        ValueError: an element is in no fragment, or in two; or, with `specs`, a fragment cuts a dim
-            that is split.
+        ValueError: an element is in no fragment, or in two; a fragment reshapes a leaf; or, with
+            `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
     sizes: dict[str, int] = {}  # by path, the elements that the fragments have together
@@ -171,6 +172,13 @@ def checked_fragments(
             name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
             shape = wholes[name].shape
+            # A part has the leaf's dims, each in full or cut.
+            if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
+                raise ValueError(
+                    f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
+                    f"of {shape}, its shape in the model. Take the leaf, or some of its layers, "
+                    "with the dims that it has."
+                )
             # The dims that are split over devices, and of which the fragment has only a part.
             cut = [
                 dim
