@@ -215,6 +215,6 @@ def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in change.items() if name not in FLAGS}
     words = []
     if written or fields:
-        words = ["--layout", validate.as_text({**written, **fields}) or "data=1"]
+        words = ["--layout", validate.as_text({**written, **fields})]
     sizes = [f"--{FLAGS[name]} {value}" for name, value in change.items() if name in FLAGS]
     return " ".join(words + sizes)

@@ -549,8 +549,7 @@ def table(plan: Plan) -> str:
         "",
         "sent along                 bytes    seconds",
         *(
-            f"  {' x '.join(axes) or 'no axis':<20} {quantity(size, 'B'):>9}  "
-            f"{plan.along.get(axes, 0.0):>9.3g}"
+            f"  {' x '.join(axes):<20} {quantity(size, 'B'):>9}  {plan.along.get(axes, 0.0):>9.3g}"
             for axes, size in plan.sent.items()
             if axes
         ),
