@@ -204,7 +204,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 def _turns(direction: str, first: int, step: int) -> int:
     """Returns the number of trips of a loop; 0 if it would not end. The loop goes on as long as
     `first + t * step`, the left side minus the right side in trip t = 0, 1, ..., is below 0 ("LT"),
-    at most 0 ("LE"), and so on.
+    at most 0 ("LE"), and so on. 0 trips are no case of their own: XLA removes a loop that is known
+    to have none.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):
