@@ -78,6 +78,47 @@ def test_links_that_messages_share():
     ) == pytest.approx(1e-6)
 
 
+def test_an_open_dim_has_no_link_round():
+    """The message from the last chip to the first goes back over all links, against the others: so
+    two rings share each link."""
+    line = Torus((4,), Link(1e-6, 1e-9), rings=(False,))
+    step = lambda k: networks.destinations((4,), (k,), 4, Group(4))
+    assert line.round([(step(1), 1000)]) == pytest.approx(3e-6 + 1e-6)
+    assert line.round([(step(1), 1000), (step(-1), 1000)]) == pytest.approx(3e-6 + 2e-6)
+    assert networks.of(hardware.TPU_V5E, 8).rings == (False, False)
+    assert networks.of(hardware.TPU_V5E, 256).rings == (True, True)
+    assert networks.of(hardware.named("v5e:8x16"), 128).rings == (False, True)
+    assert networks.of(hardware.named("v5p:4x4x4"), 64).rings == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("chip", "axes"),
+    [
+        ("v5e:2x4", {"data": 8}),
+        ("v5e:2x4", {"data": 2, "tensor": 4}),
+        ("v5e:4x8", {"data": 8, "tensor": 4}),
+        ("v5e:16x16", {"data": 16, "tensor": 16}),
+        ("v5p:4x4x4", {"data": 8, "tensor": 8}),
+    ],
+)
+def test_devices_are_on_the_chips_where_the_mesh_lays_them(chip, axes):
+    """A ring whose hops are all of one link takes what the formula says, and two rings the half;
+    with longer hops, a ring takes longer."""
+    chip = hardware.named(chip)
+    for axis, links in chip.hops(axes).items():
+        found = networks.along(axis, axes, chip, [("all_reduce", SIZE, 1)])
+        price = cost.of(ring.all_reduce, SIZE, axes[axis])
+        alone = cost.seconds(price, chip.fast._replace(gamma=0.0))
+        if links == 1.0:
+            assert found["ring"] == pytest.approx(alone)
+            if axes[axis] > 2:  # two rings of two devices are one
+                assert found["two_rings"] == pytest.approx(alone / 2, rel=0.05)
+        else:
+            assert found["ring"] > 1.2 * alone
+    alone = networks.along("data", {"data": 1}, chip, [("all_reduce", SIZE, 1)])
+    assert set(alone.values()) == {0.0}
+
+
 def test_a_torus_by_its_own_table():
     square = Torus((8, 8), Link(0.0, 1e-9))
     own = networks.seconds(torus.table(8, 8), SIZE, square, Group(64))

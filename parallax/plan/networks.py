@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from parallax import torus
 from parallax.collectives import halving, machines, ring, two_rings
 from parallax.collectives.cost import Link, Round
 from parallax.collectives.from_table import messages
 from parallax.collectives.route import Route, Tables
 from parallax.hardware import Hardware
-from parallax.torus import FLAT
 from parallax.validate import divisors
 
 
@@ -126,16 +126,20 @@ class Nested(NamedTuple):
 
 
 class Torus(NamedTuple):
-    """A box of devices. Each device is linked to its two neighbours along every dim, and the last
-    of a row to the first.
+    """A box of chips, one for each device. Each chip is linked to its two neighbours along every
+    dim, and along a dim that closes in a ring the last of a row to the first.
 
     Attributes:
-        shape: devices along each dim; the last dim runs fastest.
+        shape: chips along each dim; the last dim runs fastest.
         link: the link between neighbours, in one direction.
+        rings: whether each dim closes in a ring; () if all do.
+        chips: the number of the chip of each device; () if device k is chip k.
     """
 
     shape: tuple[int, ...]
     link: Link
+    rings: tuple[bool, ...] = ()
+    chips: tuple[int, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -144,23 +148,27 @@ class Torus(NamedTuple):
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds of a round, as `Network.round` does. A message goes along one dim
-        after another, each time the shorter way round."""
-        start = np.stack(np.unravel_index(np.arange(self.devices), self.shape))  # [dims, devices]
-        # Bytes on the link that leaves each device along each dim, forward (0) and back (1).
+        after another, in a ring each time the shorter way round."""
+        chips = np.array(self.chips) if self.chips else np.arange(self.devices)
+        start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
+        rings = self.rings or (True,) * len(self.shape)
+        # Bytes on the link that leaves each chip along each dim, forward (0) and back (1).
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0  # of the longest way
         for to, nbytes in sent:
             # For the message of each device: the coordinates [dims, devices] of its end and of the
             # chip where it is now, and its hops so far.
             end, at, far = (
-                np.stack(np.unravel_index(to, self.shape)),
+                np.stack(np.unravel_index(chips[to], self.shape)),
                 start.copy(),
                 np.zeros(self.devices, int),
             )
             for dim, length in enumerate(self.shape):
-                ahead = (end[dim] - at[dim]) % length
-                back = ahead > length // 2  # the way back is shorter
-                steps = np.where(back, length - ahead, ahead)
+                ahead = end[dim] - at[dim]  # below 0: back
+                if rings[dim]:
+                    longest = (length - 1) // 2  # of the ways back that are shorter
+                    ahead = (ahead + longest) % length - longest
+                back, steps = ahead < 0, np.abs(ahead)
                 far += steps
                 for hop in range(int(steps.max(initial=0))):
                     moves = steps > hop  # messages that are not yet at their end in this dim
@@ -181,14 +189,25 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of devices; else one that is near to a
-        # cube, or to a square for the chips in `FLAT`. Without a torus, the product is 1.
+        # cube, or to a square for the chips in `torus.FLAT`. Without a torus, the product is 1.
         is_slice = math.prod(hardware.torus) == devices > 1
-        dims = 2 if hardware.name in FLAT else 3
-        return Torus(hardware.torus if is_slice else _box(devices, dims), hardware.fast)
+        is_flat = hardware.name in torus.FLAT
+        box = hardware.torus if is_slice else _box(devices, 2 if is_flat else 3)
+        return Torus(box, hardware.fast, torus.closed_dims(is_flat, box))
     levels = [Level(domain, hardware.fast)] + (
         [Level(devices, hardware.slow)] if devices > domain else []
     )
     return Nested(tuple(levels))
+
+
+@functools.lru_cache(maxsize=256)
+def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
+    """Returns the torus with the devices of a mesh whose axes have these `sizes`, each on the chip
+    where `mesh.make` lays it."""
+    places = torus.coordinates(network.shape, network.rings, 1, sizes)  # [*sizes, dims + core]
+    of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
+    chips = np.ravel_multi_index(tuple(of_devices.T), network.shape)
+    return network._replace(chips=tuple(chips.tolist()))
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
@@ -330,6 +349,8 @@ def along(
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
     network = of(hardware, math.prod(sizes.values()))
+    if isinstance(network, Torus):
+        network = _laid(network, tuple(sizes.values()))
     return choose(calls, network, Group(sizes[axis], stride))
 
 
