@@ -25,7 +25,8 @@ import measure
 import optax
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, mesh, plan, precision, rules, sequence
+from parallax import mesh, plan, precision, rules, sequence
+from parallax.collectives import ring
 from parallax.compiled import targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -103,14 +104,7 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
     )
     if algorithm == "jit":
         return targets.compile(*rival(config, world), windows, target=there)
-    axes = (
-        {axis: axis for axis, size in layout.axes.items() if size > 1} if algorithm == "lax" else {}
-    )
-    given = {"attend": grouped} if "scores" in how else {}
-    given |= {"sums": grads.reduced_in_backward} if "made" in how else {}
-    compute = Compute(
-        axes=axes, **given | ({"comms": sequence.overlapping} if "matmul" in how else {})
-    )
+    compute = choices(layout, algorithm, how)
     prepared = decoder.train_step(
         *(gpt2.FAMILY, config, plan.ADAMW, layout, world),
         batch=int(batch),
@@ -118,6 +112,16 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
         compute=compute,
     )
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
+
+
+def choices(layout: Layout, algorithm: str, how: str) -> Compute:
+    """A row's choices: a ring along each axis in a row of the ring, and `jax.lax` in the others."""
+    return Compute(
+        axes={name: ring(name) for name in layout.axes} if algorithm == "ring" else {},
+        attention=grouped if "scores" in how else None,
+        reduce_in_backward="made" in how,
+        comms=sequence.overlapping if "matmul" in how else None,
+    )
 
 
 def rival(config: gpt2.Config, world: mesh.Mesh) -> tuple[Any, Any]:

@@ -39,12 +39,14 @@ class Layout:
     The recipe of `models.decoder` makes the following choices by the kind of the mesh's devices;
     `Compute` overrides them:
 
-    | | CPU, GPU | TPU |
-    |---|---|---|
-    | attention | the family's plain function | `models.flash.attention`, which keeps no scores |
-    | layers in a loop's body, ZeRO-3 | 2 | 1: with two the compiler copies all stored arrays |
-    | `jax.checkpoint`'s barrier for `remat` | yes | no: stored arrays would be copied |
-    | a pipeline's first slots | zeros on CPUs, not initialised on GPUs | not initialised |
+    | | CPU | GPU | TPU |
+    |---|---|---|---|
+    | attention (`models.flash`) | the family's function | `cudnn_attention` | `attention` |
+    | layers in a loop's body, ZeRO-3 | 2 | 2 | 1: with two the compiler copies stored arrays |
+    | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
+    | a pipeline's first slots | zeros | not initialised | not initialised |
+
+    The two kernels of attention keep no scores.
 
     Args:
         data: replicas, among which the batch is split.

@@ -1476,9 +1476,45 @@ TOLD = (
     ),
     Mutant(
         "everything",
-        "4 * FLOAT * b * T / layout.token_shards",
-        "2 * FLOAT * b * T / layout.token_shards",
+        "2 * size.stream + 2 * size.gathered",
+        "2 * size.stream + size.gathered",
         "test_plan.py::test_what_a_layer_keeps_is_what_jax_keeps",
+    ),
+    Mutant(
+        "between_products",
+        "kept + 2 * FLOAT * size.stream",
+        "kept + FLOAT * size.stream",
+        "test_plan.py::test_the_arrays_between_products_are_those_that_jax_computes",
+    ),
+    Mutant(
+        "of_arguments",
+        "return f(*arguments), arguments",
+        "return f(*arguments), jax.tree.map(jax.numpy.zeros_like, arguments)",
+        "test_remat.py",
+    ),
+    Mutant(
+        "cudnn_attention",
+        "is_causal=True",
+        "is_causal=False",
+        "test_flash.py::test_cudnn_is_asked_for_causal_attention_of_these_heads",
+    ),
+    Mutant(
+        "fits_cudnn",
+        "tokens % 2 == 0 and ",
+        "",
+        "test_flash.py::test_what_cudnn_cannot_is_computed_plainly",
+    ),
+    Mutant(
+        "unroll_of",
+        " and not layout.pipelined",
+        "",
+        "test_flash.py::test_layers_in_the_body_of_the_loop",
+    ),
+    Mutant(
+        "has_kernel",
+        'layout.precision != "full" and fits',
+        "fits",
+        "test_plan.py::test_a_plan_counts_the_kernel_of_the_recipe",
     ),
     Mutant(
         "optimizer_bytes",

@@ -6,6 +6,10 @@ import jax
 import pytest
 from test_benchmarks import ROOT, load
 
+from parallax import sequence
+from parallax.layout import Layout
+from parallax.models.attention import grouped
+
 
 @pytest.fixture(scope="module")
 def bench():
@@ -29,6 +33,18 @@ def test_figures_are_of_rows_that_are_there(bench, tmp_path):
         bench.put(row, file)
     assert [row["ms"] for row in bench.read(file) if row["ms"] == 1.0] == [1.0]
     assert len(bench.read(file)) == len(rows)
+
+
+def test_rows_make_the_choices_that_they_name(bench):
+    layout = Layout(data=4, tensor=2, sequence=True)
+    plain = bench.choices(layout, "lax", "kernel")
+    assert (plain.axes, plain.attention, plain.comms) == ({}, None, None)
+    assert bench.choices(layout, "lax", "scores").attention is grouped
+    assert bench.choices(layout, "ring", "kernel,made").reduce_in_backward
+    rings = bench.choices(layout, "ring", "kernel,matmul")
+    names = {name: axis.names for name, axis in rings.axes.items()}
+    assert names == {name: name for name in layout.axes}
+    assert rings.comms is sequence.overlapping
 
 
 @pytest.mark.targets

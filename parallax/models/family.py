@@ -81,6 +81,7 @@ class Family:
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.
+        gpu_attention: the same for GPUs, used on a mesh of GPUs.
         blocks: the path of the blocks in the model, such as "blocks" or "decoder.blocks".
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
@@ -94,6 +95,7 @@ class Family:
     logits: Callable[..., Float[Array, "batch tokens vocabulary"]]
     attention: Callable[..., Any]
     tpu_attention: Callable[..., Any] | None = None
+    gpu_attention: Callable[..., Any] | None = None
     cached: Callable[[Any], Any] | None = None
     blocks: str = "blocks"
     context_attention: Callable[..., Any] | None = None

@@ -1,11 +1,12 @@
-"""Causal attention by JAX's flash kernel for TPUs, which does not store the scores, with the types
-that `shard_map(check_vma=True)` needs.
+"""Causal attention by kernels that do not store the scores: JAX's flash kernel for TPUs, with the
+types that `shard_map(check_vma=True)` needs, and cuDNN's for NVIDIA's GPUs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
+    compute = Compute(attention=flash.cudnn_attention)  # the default on a mesh of GPUs
 
 Under `check_vma`, the type of an array includes the axes along which it varies, and JAX refuses the
-kernel, which does not state them. So `_untyped` traces the kernel to a jaxpr without these types,
-and `_run` evaluates the jaxpr and types its results.
+kernel for TPUs, which does not state them. So `_untyped` traces the kernel to a jaxpr without these
+types, and `_run` evaluates the jaxpr and types its results.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -55,6 +56,46 @@ def attention(
     q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     kernel = typed(functools.partial(_kernel, block=fitting_blocks[0]))
     return jnp.swapaxes(kernel(q, k, v), 1, 2)
+
+
+def cudnn_attention(
+    q: Float[Array, "batch tokens heads head_width"],
+    k: Float[Array, "batch tokens groups head_width"],
+    v: Float[Array, "batch tokens groups head_width"],
+    *,
+    segments: Int[Array, "batch tokens"] | None = None,
+) -> Float[Array, "batch tokens heads head_width"]:
+    """Returns `grouped(q, k, v)`, computed by cuDNN's fused attention, through
+    `jax.nn.dot_product_attention`.
+
+    The kernel cannot do all that `grouped` can. `grouped` itself runs in precisions other than
+    bfloat16 and float16; if 8 does not divide K, or K is above 128; for an odd number of tokens;
+    for documents packed into a window (`segments`); and if this process has no NVIDIA GPU of the
+    generation Ampere or newer, as where a step is compiled for GPUs on a machine without one. It
+    also runs if G does not divide H, and raises its error. The kernel equals `grouped` within the
+    rounding of the type of `q`.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135).
+    """
+    T, H, K, G = *q.shape[1:], k.shape[2]
+    in_16_bits = q.dtype in (jnp.bfloat16, jnp.float16)
+    fits = in_16_bits and fits_cudnn(T, K) and H % G == 0
+    if not fits or segments is not None or not _has_cudnn():
+        return grouped(q, k, v, segments=segments)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def fits_cudnn(tokens: int, head_width: int) -> bool:
+    """Returns whether cuDNN's attention can have so many tokens, and heads of this width."""
+    return tokens % 2 == 0 and head_width % 8 == 0 and head_width <= 128
+
+
+def _has_cudnn() -> bool:
+    """Returns whether this process has a GPU for which cuDNN has the kernel."""
+    device = jax.devices()[0]
+    # AMD's GPUs are of the platform "gpu" too. Ampere has the compute capability 8.0.
+    is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+    return is_cuda and float(device.compute_capability) >= 8.0
 
 
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:

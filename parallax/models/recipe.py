@@ -72,8 +72,8 @@ class Compute:
     Args:
         axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
             ring("tensor")}`; along the other axes `jax.lax` moves the data.
-        attention: the attention function; None: the family's, which on a mesh of TPUs is a kernel
-            (`models.flash`).
+        attention: the attention function; None: the family's, which on a mesh of TPUs or GPUs is a
+            kernel (`models.flash`).
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits, such as `context.ulysses`; None: the family's.
         documents: a function from windows to the number of each token's document, such as
@@ -84,9 +84,9 @@ class Compute:
             `experts.exchanged(1.25)`; None: `experts.gathered`.
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
-        unroll: the number of layers in the body of the loop over layers. On a GPU a long body is
-            faster, since the compiler fuses across layers and keeps less for the backward pass; it
-            takes longer to compile. None: 2 under ZeRO-3 on CPUs and GPUs, else 1.
+        unroll: the number of layers in the body of the loop over layers. None: 2 under ZeRO-3 on
+            CPUs and GPUs; on GPUs all layers, if they are 48 or fewer and there is no pipeline,
+            which takes longer to compile and makes steps faster; else 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -116,6 +116,8 @@ class Compute:
     grad_of: Callable[..., Grad] | None = None
 
 
+# Layers that a GPU's program has one after another, without a loop; with more, compiling is slow.
+MOST_WITHOUT_LOOP = 48
 PLAIN = Compute()
 Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
@@ -254,7 +256,7 @@ def functions_of(setup: Setup) -> Functions:
         comms=comms_of(setup),
         attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
-        unroll=unroll_of(layout, compute, setup.platform),
+        unroll=unroll_of(setup),
     )
     if compute.documents is not None:
         from parallax.models import documents
@@ -396,22 +398,29 @@ def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., A
     return remat.in_a_loop(policy) if platform == "tpu" else policy
 
 
-def unroll_of(layout: Layout, compute: Compute, platform: str) -> int:
+def unroll_of(setup: Setup) -> int:
     """Returns the number of layers in the body of the loop over layers."""
-    if compute.unroll is not None:
-        return compute.unroll
+    layout, platform = setup.layout, setup.platform
+    if setup.compute.unroll is not None:
+        return setup.compute.unroll
     # Under ZeRO-3, with two layers in the loop's body, the gathers of one layer overlap the work of
     # the other. Not on TPUs: their compiler would then copy all values that are kept for the
     # backward pass.
-    return 2 if layout.zero == 3 and platform != "tpu" else 1
+    if layout.zero == 3:
+        return 1 if platform == "tpu" else 2
+    # On a GPU the loop copies all kept values into stacks, and nothing is fused across layers. A
+    # body of some of the layers gains nothing: only without a loop is the step faster.
+    layers = setup.config.sizes["layers"]
+    without_loop = platform == "gpu" and not layout.pipelined and layers <= MOST_WITHOUT_LOOP
+    return layers if without_loop else 1
 
 
 def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the attention function: `compute.attention`, else the family's TPU kernel on TPUs,
-    else the family's attention.
+    """Returns the attention function: `compute.attention`, else the family's kernel for the
+    platform, else the family's attention.
     """
-    kernel = family.tpu_attention if platform == "tpu" else None
-    return compute.attention or kernel or family.attention
+    kernels = {"tpu": family.tpu_attention, "gpu": family.gpu_attention}
+    return compute.attention or kernels.get(platform) or family.attention
 
 
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:

@@ -46,12 +46,13 @@ from parallax.plan.traffic import Sizes, Term
 from parallax.plan.units import Number, quantity
 
 LARGEST = 4  # temporaries that a plan names
-# How often a layer's forward or backward pass goes over the bytes that the layer keeps: it writes
+# How often a layer's forward or backward pass goes over the arrays between its matmuls: it writes
 # them, reads them, and makes two passes in between.
 PASSES = 4
 # How often an update goes over a parameter's float32 numbers: AdamW reads 4 and writes 3, and the
 # choice between new and old values, which skips a step, has 3 more.
 UPDATE_PASSES = 10
+BEFORE_AMPERE = ("V100",)  # GPUs of `hardware` for which cuDNN has no attention kernel
 
 
 class Memory(NamedTuple):
@@ -300,12 +301,19 @@ def has_kernel(
     config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
     """Returns whether attention runs in a kernel that keeps no scores: `asked`, or if that is None,
-    the recipe's choice, which is such a kernel on TPUs."""
+    the recipe's choice, which is such a kernel on TPUs and GPUs, for the shapes and the precision
+    that it can do."""
     if layout.context > 1:  # ring attention instead
         return False
-    if asked is None:  # the TPU kernel needs a multiple of 128 tokens
-        return hardware.platform == "tpu" and config.context % 128 == 0
-    return asked
+    if asked is not None:
+        return asked
+    if hardware.platform == "tpu":
+        return config.context % flash.BLOCKS[-1] == 0
+    # cuDNN's kernel, which needs 16 bits.
+    is_recent = hardware.platform == "cuda" and hardware.name not in BEFORE_AMPERE
+    head_width = layer_of(config).queries // config.heads
+    fits = flash.fits_cudnn(config.context, head_width)
+    return is_recent and layout.precision != "full" and fits
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
@@ -375,7 +383,8 @@ def memory(
     from closed forms. The arguments are those of `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
-    # Any attention that keeps no scores needs the same memory as the kernel.
+    # Any attention that keeps no scores needs the same memory as a GPU's kernel, which runs only on
+    # a GPU.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
@@ -467,11 +476,12 @@ def _passes(
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
-    kept = residuals.everything(config, everything_kept, batch, hardware.short, kernel=kernel)
+    sizes = config, everything_kept, batch, hardware.short
+    arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
-    # A layer's pass goes `PASSES` times over the bytes that the layer keeps. A backward call also
-    # runs a share of the forward pass again (`again.passes`).
-    passes = PASSES * kept * size.layers * (size.forward + size.backward * (1 + again.passes))
+    # A layer's pass goes `PASSES` times over these arrays. A backward call also runs a share of the
+    # forward pass again (`again.passes`).
+    passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
@@ -487,6 +497,7 @@ def _passes(
     # into a slot, and W copies them and the kept arrays out.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
+        kept = residuals.everything(*sizes, kernel=kernel)
         slots += 2 * size.layers * (size.backward * handed + size.weights * (handed + kept))
     return passes + slots
 

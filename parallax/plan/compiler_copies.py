@@ -41,7 +41,7 @@ BACKENDS = {
     "cpu": Backend(stacks=1, arguments=True),
     "cuda": Backend(slices=1, early=True),
     "tpu": Backend(slices=2),
-    "TPU v5e": Backend(slices=2, near=77_000_000, early=True),
+    "TPU v5e": Backend(slices=2, near=90_000_000, early=True),
 }
 
 

@@ -15,11 +15,7 @@ Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b 
 in 16 bits.
 """
 
-import functools
 from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
 
 from parallax.layout import Layout
 from parallax.plan.families import Config, layer_of
@@ -28,8 +24,11 @@ from parallax.plan.recomputed import recomputed
 from parallax.plan.units import Number
 
 FLOAT = 4  # bytes of a number in a sum, a norm or a softmax
-# Arrays that a SwiGLU keeps: the gate, its sigmoid, their product, the other input, the result.
-RESULTS_OF_SWIGLU = 5
+# Arrays of the feed-forward's width that a layer keeps, by the number of its input matrices: the
+# inputs of the activation (`remat.of_arguments`), and its result, the last matmul's input.
+ARRAYS_OF_ACTIVATION = {1: 2, 2: 3}
+# Further arrays of that width that JAX's GELU and SwiGLU compute, and the backward pass again.
+INSIDE_ACTIVATION = {1: 4, 2: 2}
 TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
 
@@ -75,11 +74,10 @@ def everything(
     """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
     scores with remat `attention`.
 
-    The two norms keep four activations, two of them in float32, and four numbers per token.
-    Column-parallel layers keep their inputs. Attention keeps q, k, v and its result. GELU or SwiGLU
-    keeps some arrays of the feed-forward's width. The softmax keeps its result in float32 and in
-    the type of the computation, and two numbers per row. With a `kernel`, or over a context axis,
-    no scores are kept.
+    The two norms keep their inputs, and column-parallel layers keep theirs. Attention keeps q, k, v
+    and its result; GELU or SwiGLU its inputs and its result. The softmax keeps its result in
+    float32 and in the type of the computation, and two numbers per row. With a `kernel`, or over a
+    context axis, no scores are kept.
     """
     size, b, T = (
         sizes(config, layout, batch, short),
@@ -87,18 +85,10 @@ def everything(
         config.context // layout.context,
     )
     layer = layer_of(config)
-    # A gated feed-forward has two input matrices.
-    results = results_of_gelu() if layer.inputs == 1 else RESULTS_OF_SWIGLU
     # q and attention's result, k and v, and the feed-forward's arrays: the numbers for each token.
     # A device has `size.split / config.width` times as many.
-    numbers = 2 * (layer.queries + layer.keys) + results * layer.hidden
-    # The norms' four activations, and the inputs of the two column-parallel layers.
-    kept = (
-        (2 * FLOAT + 2 * size.narrow) * size.stream
-        + 2 * size.narrow * size.gathered
-        + numbers / config.width * size.narrow * size.split
-    )
-    kept += 4 * FLOAT * b * T / layout.token_shards  # the norms' numbers for each token
+    numbers = 2 * (layer.queries + layer.keys) + ARRAYS_OF_ACTIVATION[layer.inputs] * layer.hidden
+    kept = size.narrow * (2 * size.stream + 2 * size.gathered + numbers / config.width * size.split)
     rows = FLOAT * b * config.heads * T / layout.tensor  # one number for each query and head
     scores = (FLOAT + size.narrow) * size.scores + 2 * rows
     if layout.context > 1:  # ring attention keeps one number for each row, and no scores
@@ -107,27 +97,18 @@ def everything(
     return kept + keeps_scores * scores
 
 
-@functools.cache
-def results_of_gelu() -> int:
-    """Returns the number of arrays, each of the size of its input, that JAX keeps for the backward
-    pass of a GELU and of the matmul after it: six in JAX 0.10, five in 0.12. It is read from the
-    residuals of a scan over two such layers."""
-    x, weights = (
-        jax.ShapeDtypeStruct((2, 7, 5), jnp.float32),
-        jax.ShapeDtypeStruct((2, 5, 5), jnp.float32),
-    )
+def between_products(
+    config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
+) -> Number:
+    """Returns the bytes of the arrays that a layer computes between its matmuls: those that it
+    keeps, a float32 array in each norm, and those inside the activation.
 
-    def layer(x, w):
-        return jax.nn.gelu(x, approximate=True) @ w, None
-
-    def run(x, weights):
-        return jax.lax.scan(layer, x, weights)[0]
-
-    kept = jax.tree.leaves(
-        jax.eval_shape(lambda x, weights: jax.vjp(run, x, weights)[1], x, weights)
-    )
-    # Arrays of the shape of x, [7, 5] in a batch of 2, stacked for both layers.
-    return sum(leaf.shape == (2, 2, 7, 5) for leaf in kept)
+    Forward and backward pass go over these arrays, whether they are kept or computed again.
+    """
+    size, layer = sizes(config, layout, batch, short), layer_of(config)
+    inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
+    kept = everything(config, layout, batch, short, kernel=kernel)
+    return kept + 2 * FLOAT * size.stream + size.narrow * inside
 
 
 def layer(

@@ -49,9 +49,8 @@ LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
 }
 IDLE = {"mlp.down.bias"}  # leaves of a layer that its backward pass never reads
-# Leaves that it does not read if everything is kept: the results of the biases' additions are kept,
-# and so are the norms' weights, in another shape.
-ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)} | {f"{part}.weight" for part in NORMS}
+# Leaves that it does not read if everything is kept: the results of the biases' additions are kept.
+ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)}
 
 
 class Term(NamedTuple):

@@ -23,6 +23,7 @@ FAMILY = Family(
     logits=logits,
     attention=attention,
     tpu_attention=flash.attention,
+    gpu_attention=flash.cudnn_attention,
     cached=functools.partial(sampling.cached, PARTS),
     uses_dropout=_uses_dropout,
     context_attention=causal_attention,

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import tensor
+from parallax import remat, tensor
 from parallax.models import block as blocks
 from parallax.models import decoder_parts, decoder_taps
 from parallax.models.block import Block
 from parallax.models.gpt2.model import Config, attention
+
+_gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
 
 
 def block(
@@ -55,7 +57,7 @@ def block(
         """Returns the sum to add to the stream, and None: there is no auxiliary value."""
         y = comms.column(y, up.weight, up.bias)
         y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
-        return comms.row(jax.nn.gelu(y, approximate=True), down.weight, down.bias), None
+        return comms.row(_gelu(y), down.weight, down.bias), None
 
     def dropped(y, site):
         """Returns `y` with the dropout of this layer, at `site` 1 or 2."""

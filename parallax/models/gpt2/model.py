@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import precision
+from parallax import precision, remat
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import checked_numbers
@@ -124,10 +124,15 @@ class Norm(eqx.Module):
         self, x: Float[Array, "batch tokens width"], epsilon: float
     ) -> Float[Array, "batch tokens width"]:
         """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias."""
-        wide = x.astype(precision.accumulation_dtype(x.dtype))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
-        return (centred * scale).astype(x.dtype) * self.weight[None, None] + self.bias[None, None]
+
+        def scaled(x, weight):
+            """Returns the result before the bias, which the backward pass does not need."""
+            wide = x.astype(precision.accumulation_dtype(x.dtype))
+            centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+            return (centred * scale).astype(x.dtype) * weight[None, None]
+
+        return remat.of_arguments(scaled)(x, self.weight) + self.bias[None, None]
 
 
 class Attention(eqx.Module):

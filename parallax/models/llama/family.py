@@ -18,6 +18,7 @@ FAMILY = Family(
     logits=logits,
     attention=grouped,
     tpu_attention=flash.attention,
+    gpu_attention=flash.cudnn_attention,
     cached=functools.partial(sampling.cached, PARTS),
     context_attention=causal_attention,
 )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import experts, pipeline, tensor
+from parallax import experts, pipeline, remat, tensor
 from parallax.models import block as blocks
 from parallax.models import decoder_parts, decoder_taps
 from parallax.models.attention import grouped
@@ -30,6 +30,12 @@ from parallax.models.llama.sizes import Config
 from parallax.precision import accumulation_dtype
 
 Turns = tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]
+
+
+@remat.of_arguments
+def _gated(gate, up):
+    """Returns silu(gate) * up. Its backward pass keeps only the two arrays."""
+    return jax.nn.silu(gate) * up
 
 
 def block(
@@ -101,7 +107,7 @@ def fed_forward(
 ) -> Float[Array, "batch tokens_shard width"]:
     """Returns the sum that the feed-forward adds to the residual stream."""
     y = comms.all_tokens(y)
-    y = jax.nn.silu(_projected(y, weights.gate)) * _projected(y, weights.up)
+    y = _gated(_projected(y, weights.gate), _projected(y, weights.up))
     y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
     return comms.row(y, weights.down.weight, None)
 

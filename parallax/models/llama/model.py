@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from parallax import experts, precision
+from parallax import experts, precision, remat
 from parallax import rules as sharding
 from parallax.collectives.types import AxisName
 from parallax.models import checked_numbers
@@ -46,9 +46,14 @@ class Norm(eqx.Module):
         self, x: Float[Array, "*dims width"], epsilon: float
     ) -> Float[Array, "*dims width"]:
         """Returns x / sqrt(mean of squares + epsilon) * weight."""
-        wide = x.astype(precision.accumulation_dtype(x.dtype))
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-        return (wide * scale).astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
+
+        def scaled(x, weight):
+            """Returns the result for these arrays."""
+            wide = x.astype(precision.accumulation_dtype(x.dtype))
+            scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+            return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
+
+        return remat.of_arguments(scaled)(x, self.weight)
 
 
 class Attention(eqx.Module):
