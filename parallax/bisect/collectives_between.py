@@ -158,6 +158,7 @@ class _SliceReader:
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
+            # `body.calls` are the calls around the body: one jaxpr may serve several calls.
             if is_literal(atom) or (body.calls, atom) in self.seen:
                 continue
             self.seen.add((body.calls, atom))

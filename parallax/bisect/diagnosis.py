@@ -55,8 +55,8 @@ def diagnose(
         _rounded(right, wrong),
         _multiple(right, wrong, counts),
         _permuted(right, wrong, counts),
-        _other_key(right, wrong),
-        _wrong_box(right, wrong),
+        _other_key(right, wrong),  # zeros in other places, as from another dropout mask
+        _wrong_box(right, wrong),  # right outside of one block
     )
     return next(filter(None, guesses), "no known kind")
 

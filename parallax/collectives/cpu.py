@@ -53,6 +53,7 @@ def _can_wait(leaf) -> bool:
     # Random keys have an extended dtype.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
+    # `_selected` indexes its arrays, and JAX does not index unreduced or reduced ones.
     return not reduction_state(leaf)
 
 

@@ -167,7 +167,8 @@ def _all_gather_matmul(x, weight, axis_name, axis):
     n = axis_size(axis_name)
     # The shape of one block's product; the result has n of them along `axis`.
     y = jax.eval_shape(functools.partial(jnp.tensordot, axes=1), x, weight)
-    return _as_they_arrive(x, axis_name, multiply, _zeros(_times(y.shape, axis, n), y.dtype, x))
+    zeros = _zeros(_times(y.shape, axis, n), y.dtype, like=x)
+    return _as_they_arrive(x, axis_name, multiply, zeros)
 
 
 def _all_gather_matmul_forward(x, weight, axis_name, axis):

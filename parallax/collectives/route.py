@@ -21,8 +21,8 @@ to device 0 goes this way:
     round 2   device 2 sends it (offset 2); device 3, offset 1, adds its term
     round 3   device 3 sends it (offset 1); device 0, the owner, offset 0, adds the last term
 
-All four blocks move at once, each to the next device. As a gather, backwards, device 0 sends its
-block to 3, 3 sends it to 2, and 2 sends it to 1.
+All four blocks move at once, each to the next device. A gather is the same table backwards: device
+0 sends its block to 3, 3 sends it to 2, and 2 sends it to 1.
 
 All devices do the same, each from its own place, so every message of a step goes equally far. A
 collective in which the distance depends on the device is no `Route`. An example is Swing (De Sensi

@@ -156,7 +156,12 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
 
 def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """Returns the vector x with the least sum of |terms @ x - 1|, by Weiszfeld's iteration."""
+    """Returns the vector x with the least sum of |terms @ x - 1|, by Weiszfeld's iteration.
+
+    A row of `terms` is one measurement, divided by its measured seconds. A column belongs to one of
+    the rates that `solved` fits: some of alpha, beta, gamma and start, each times a scale. So x has
+    these scaled rates, and `terms @ x` is the predicted time over the measured one.
+    """
     weights = np.ones(len(terms))
     for _ in range(30):
         x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
@@ -192,10 +197,11 @@ class Choice(NamedTuple):
         return min(self.times, key=log_seconds)
 
     def crossings(self) -> tuple[int, ...]:
-        """Returns a size between each two neighbouring sizes of the race with different winners.
+        """Returns the sizes to race next: one between each two neighbouring sizes of the race with
+        different winners.
 
         It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
-        size again, it is left out.
+        size again, it is left out, since it was raced already.
         """
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]

@@ -149,6 +149,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     text = f"{layouts.table(plans, options.top)}\n\n{best}"
     if best.algorithms:
         text += f"\n\n{algorithms.table(best.algorithms)}"
+    # The best interval between checkpoints, or "" without `--failures-per-device-year`.
     return text + failures(options, options.devices)
 
 

@@ -81,7 +81,7 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
     The key of each block is its offset. The value is the set of the devices whose terms are summed
-    in the block; a device is named by its distance before the block's owner.
+    in the block. The number of a device is the number of steps from it to the block's owner.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

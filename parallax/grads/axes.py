@@ -22,8 +22,8 @@ class Enclosing(NamedTuple):
     """The effect of enclosing gradient functions on the parameters of the code being traced.
 
     Attributes:
-        declared: the axes along which these functions declared all parameters varying.
-        shares: the axes in `declared` along which some parameters were shares before.
+        declared: the axes along which the gradient functions declared all parameters varying.
+        shares: the axes in `declared` that split some parameters, which varied before that.
     """
 
     declared: frozenset[str] = frozenset()

@@ -456,8 +456,8 @@ def _check_not_summed(
         if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
             continue
         raise ValueError(
-            f"The gradients are the same along {name!r}, so they were summed over it already, and "
-            f"{'the loss was not' if mean else 'a sum would count them again on each device'}. "
+            f"The gradients are the same along {name!r}, so they were summed over it already. "
+            f"{'The loss was not' if mean else 'A second sum would count them once per device'}. "
             f"Sum or average over {name!r} once: wrap the gradient function in grads.averaged or "
             "in grads.summed, not in both."
         )

@@ -92,7 +92,7 @@ class Loop:
         """Returns the sums that were only added to a carry.
 
         `carries` and `stacked` are the results of the body: the new carries, and the outputs that
-        the loop stacks, which need each trip's sum.
+        the loop stacks. A sum that a stacked output uses is needed in each trip, so it is left out.
         """
         self.spoil(stacked)
         # The new carry must be the old one plus parts, and not a function of another carry.

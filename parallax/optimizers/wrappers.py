@@ -266,7 +266,7 @@ class _Owners(NamedTuple):
 
 
 def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns the `splits` of a leaf along which `x`, its gradient or parameter, is a share. For a
+    """Returns those `splits` of a leaf that split `x`, the leaf's gradient or parameter. For a
     gradient of ZeRO-1, whose `weight` is whole, these are all splits; else the splits of `weight`.
     """
     # A gradient that does not have the weight's shape was scattered.

@@ -57,7 +57,7 @@ class Placement:
         wrappers: the `rules.fsdp`s around that rule, innermost first.
         spec: the spec after all `wrappers`.
         why: what each wrapper did, in words.
-        visited: whether the tokens of all replicas are sent to this leaf, which is an expert's.
+        visited: whether the leaf is an expert's weight, to which all replicas send their tokens.
     """
 
     path: str

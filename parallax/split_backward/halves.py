@@ -161,6 +161,8 @@ class Cut(NamedTuple):
     def handed_count(self) -> int:
         """The number of arrays that go from the first half to the second, including the arrays of
         scans."""
+        # A scan stacks each array that its trips hand over, so the trip's arrays are counted. A
+        # scan that runs only in the second half is handed no stacked arrays, and is not in `first`.
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )

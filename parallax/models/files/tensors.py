@@ -61,7 +61,7 @@ class Leaf:
         return math.prod(size for _, size in self.over)
 
     def names(self) -> Iterator[str]:
-        """Yields the names of the tensors, in the order of the leaf's first dims."""
+        """Yields the names of the tensors in row-major order: the last of `over` counts fastest."""
         words = [word for word, _ in self.over]
         for places in itertools.product(*(range(size) for _, size in self.over)):
             yield self.name.format(**dict(zip(words, places, strict=True)))
@@ -284,8 +284,8 @@ def check(
     for name, leaf in copies.items():
         if name in stored and leaf.name not in stored:
             raise ValueError(
-                f"{stored[name].place} is there without {leaf.name}, whose copy it is in {asked}. "
-                f"Store it as {leaf.name}."
+                f"{stored[name].place} is a copy of {leaf.name} in {asked}, and {leaf.name} is not "
+                f"there. Store the tensor as {leaf.name}."
             )
     _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
     for name, tensor in stored.items():
