@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         print(options.run(options))
+    # A value that does not fit, or an optional package that is not installed.
     except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

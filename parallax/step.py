@@ -461,7 +461,8 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
     `shapes`. Each process must have every array of `given` as a whole. Raises `ValueError` if their
-    number, shapes or dtypes are not those of `shapes`."""
+    number, shapes or dtypes are not those of `shapes`, those of the model that was prepared: the
+    one for which the step was planned."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):

@@ -66,6 +66,7 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
     # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
+    # Not the order of the coordinates: slice by slice, in the given order inside each slice.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
@@ -302,8 +303,8 @@ def _costs(
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            # [digit of this axis, digits of all other axes]: the links between two digits of the
-            # axis are the mean over the digits of the other axes.
+            # A digit is an axis's coordinate in its piece. [digit of this axis, digits of all other
+            # axes]: the links between two digits of the axis are the mean over the other digits.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square, with the small weight `FAR`, makes one long hop among short ones worse

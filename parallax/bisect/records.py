@@ -294,7 +294,7 @@ def _form(
         reports: the reports of the value.
         microbatches: the number of microbatches.
         rows: the axes that split the batch's rows.
-        means: the axes over whose devices the loss is a mean.
+        means: all axes over whose devices the loss is a mean, `rows` among them.
     """
     mark, backward = reports[0].mark, reports[0].way == BACKWARD
     sizes = dict(mark.sizes)

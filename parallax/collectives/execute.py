@@ -310,7 +310,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets of the chain's first round) for each table that sends in it."""
+    """Returns (table, step, offsets of the chain's first round) for each table that sends in it.
+
+    That is enough for the whole chain: in each later round a table sends, by the same step, the
+    blocks that just arrived, so their offsets are `offset_after` a hop more.
+    """
     messages = []
     for table, route in enumerate(routes):
         for step, offsets in route.rounds[chain.start].items():

@@ -80,8 +80,8 @@ def _from_a_block_on(
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
     For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`. `devices(n)` is n, or the product if n
-    has the devices on each of several axes.
+    collective `exact`, so its rounds are those of `exact`. `sent` gets only the number of devices:
+    n, or the product if n has the devices on each of several axes.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -366,7 +366,8 @@ def _all_reduce(x, axis_name, block_size):
 
 
 def _slices(block_size):
-    """Returns a reduce-scatter and an all-gather whose messages are all int8, for `drop_in`.
+    """Returns a reduce-scatter and an all-gather whose messages are all int8, for `drop_in`, which
+    makes replacements of the collectives of `lax` from them.
 
     Their rounding errors, the second results of `_reduce` and `_gather`, are not used.
     """

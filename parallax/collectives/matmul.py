@@ -99,6 +99,8 @@ def all_gather_matmul(
     """
     axis = dim_of("axis", axis, x.ndim)
     _check_not_last("all_gather_matmul", "axis", axis, x.shape)
+    # `_alike` gives both operands the same varying axes. It is outside of the custom derivative, so
+    # JAX transposes it: the gradient of each operand is summed over the axes that were added.
     return _all_gather_matmul(*_alike(x, weight, axis_name), axis_name, axis)
 
 
@@ -158,7 +160,11 @@ def matmul_reduce_scatter(
 # The derivatives are written out, so that their products overlap with their messages too.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _all_gather_matmul(x, weight, axis_name, axis):
-    """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X]."""
+    """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X].
+
+    The derivative is written by hand, so that it overlaps too, and gathers `x` again: JAX's own
+    would keep every block of `x` until the backward pass.
+    """
 
     def multiply(y, j, block):
         """Returns the result `y` with the product of device j's block of `x` in its place."""

@@ -69,8 +69,8 @@ def fastest(
         nbytes: the bytes of the array on each device.
         n: the number of devices on the axis, or on each of several axes.
         link: the link of that axis.
-        among: the functions to choose from; `exact(n)` by default. If two are equally fast, the
-            first is taken.
+        among: the functions to choose from; by default `exact(n)`, those that do not round. If two
+            are equally fast, the first is taken.
         itemsize: the bytes of a number.
 
     Raises:

@@ -132,7 +132,8 @@ def differences(
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
     """Returns the differences between the program's entries and the predicted entries, a sentence
-    each. An entry that is in only one of the two lists is a difference."""
+    each. An entry that is in only one of the two lists is a difference; fewer hops than predicted
+    are none. Entries are matched by kind, axes, and whether they are conditional or unbounded."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []

@@ -247,6 +247,7 @@ def gpu_text(chip: str) -> str:
     }
     fields = " ".join(f"{field}: {value}" for field, value in info.items())
     capability = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+    # The two versions are those of CUDA and cuDNN on the target, as XLA is to assume.
     return (
         f"gpu_device_info {{ {fields} {capability} }} runtime_version {{ major: 12 minor: 8 }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} '

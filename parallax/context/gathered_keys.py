@@ -56,7 +56,8 @@ def gathered(
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
         # On one device the queries may be the whole sequence in its order. Then a mask that counts
-        # the tokens itself is right too.
+        # the tokens itself is right too. In any other case, also on one device in another order,
+        # `attend` is traced, and refused if it masks by such a count.
         is_sequence = n == 1 and np.array_equal(in_order, np.arange(tokens))
         if not is_sequence:
             check_places(attend, (q, k, v), options, tokens * n)

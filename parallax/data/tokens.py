@@ -68,7 +68,8 @@ def store(
     """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
     The tokens are first written to a file of another name. `before` is called when they are on the
-    disk, and before that file is renamed to `path`.
+    disk, and before that file is renamed to `path`. `write` removes the old record there, so that
+    a record never stands beside tokens that are not its own.
     """
     item = stored_as(vocabulary)
     check(tokens, vocabulary, where=f"tokens for {path}")

@@ -573,8 +573,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # devices send in one order.
     before = tree
     # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
-    # group with the most axes comes first. Groups with equally many axes keep the order of the
-    # leaves: the order of a set would differ between processes, which must trace one program.
+    # order of the groups must only be the same in all processes, which trace one program: that of a
+    # set would differ. Here the group with the most axes comes first, and groups with equally many
+    # axes keep the order of the leaves.
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
@@ -598,8 +599,9 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
     The gradients are also right with only one of the two, the wrapped block and `reduced=picked`.
-    Without `reduced=picked`, `averaged` sums them at the end. Without the wrapped block, `jax.lax`
-    sums them in the backward pass. Sums are taken in float32 or wider, and rounded to the type that
+    Without `reduced=picked`, `averaged` sums them at the end. Without the wrapped block, JAX sums
+    them in the backward pass, by `jax.lax`: `averaged` then leaves the picked parameters typed as
+    the same on all devices. Sums are taken in float32 or wider, and rounded to the type that
     the block computes in.
 
     Args:

@@ -420,6 +420,7 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
         """
         if not layout.pipelined:
             return blocks
+        # None: the layout's own schedule, which keeps the chunks in the order of the layers.
         if schedule is not None:
             blocks = pipeline.from_placement(blocks, schedule.placed)
         return _on_arrays(blocks, lambda w: w.reshape(-1, *w.shape[2:]))

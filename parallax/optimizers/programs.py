@@ -158,6 +158,7 @@ class _Elements(jaxprs.Following):
         # `RIGHT_IF_GIVEN` marks a result only if its operands do not mix, so it keeps `mixes`.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
+        # It mixes only if it combines a split array with one that is not split.
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
         # A reshape or a broadcast (`LAID_OUT`). A value without sources (`not any(value)`) has
@@ -165,8 +166,9 @@ class _Elements(jaxprs.Following):
         # in place.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
-        # Any other operation is right only if all its operands are whole; its result is then whole
-        # too.
+        # Any other operation is right only if all its operands are whole, and nothing in it depends
+        # on the shard, such as its size. The result is then whole too. `_mixes` returns a text: why
+        # the operation is wrong, or "".
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 

@@ -252,6 +252,7 @@ class _Owners(NamedTuple):
         # go through one `jax.vmap`.
         for (sizes, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
             members, lead = _only(whole_weights, paths), len(sizes)
+            # Each layer is updated by one device, so the optimizer must not join leaves.
             if self.apart:
                 _check_apart(one_layer, _first(members, lead), _first(old, lead))
             # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.

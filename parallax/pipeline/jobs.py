@@ -160,6 +160,7 @@ class Jobs(Programs):
                 value = jnp.where(task.valid, value, values[place])
             return values.at[place].set(value)
 
+        # An idle stage writes too, into a slot that is free in this tick.
         slots = put(carry.saved, saved, row.saved["forward"][self.index])
         # The loss is None if the stages have no term of the loss.
         carry = carry._replace(saved=slots).with_sums(

@@ -432,7 +432,8 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has 2 of the 2n
     # chunks, so 4n pairs of a chunk of queries and one of keys. It computes 2n + 1 of them: not
-    # those whose keys come after the queries. One device computes all pairs.
+    # those whose keys come after the queries. One device is counted with all pairs: the
+    # family's own attention computes all scores, and masks those after the query.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
     # A layer's forward pass: 2 operations for each token and weight, and attention's two products
@@ -570,6 +571,7 @@ def table(plan: Plan) -> str:
         f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory "
         f"{plan.seconds.passes:.3g}, messages {plan.seconds.messages:.3g}, update "
         f"{plan.seconds.update + plan.seconds.fresh:.3g}; {plan.share_of_peak:.1%} of peak",
+        # The messages along `replica` and `data`, which sum gradients.
         f"{plan.overlapped:.4g} s if all messages over the replicas run beside the work",
     ]
     return "\n".join(lines)

@@ -55,6 +55,7 @@ def terms(
                 "changes between islands", ("island",), all_reduce, count * wide, 1, islands, wide
             )
 
+    # The condition is about the islands, not about the term: for one island the list is empty.
     return [term for term in found() if islands > 1]
 
 

@@ -100,7 +100,9 @@ class Stages:
             raise
         if error is None and self._met("well", SOON):
             return
-        self._over = True  # a stage has failed, so `failed` need not tell the others
+        # The others know of the failure now. `failed`, which the caller calls with the error, would
+        # otherwise end the stage with it, to tell them.
+        self._over = True
         # Longer than SOON: the processes that succeeded come here only after their wait at "well".
         self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)
         raise Elsewhere("another process could not do its part") if error is None else error

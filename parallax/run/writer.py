@@ -219,7 +219,8 @@ class Writer:
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
-        """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's."""
+        """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's. It is
+        made again after each failure, since the old one cannot write any more."""
         checkpoint = orbax()
         # Weights hardly compress, and compression takes more CPU time than the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
