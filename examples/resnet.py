@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 from drawn_digits import draw
 from parallax import grads, mesh, rules, step
 
-STEPS, BATCH = 120, 64
-COMPARED = 60  # steps: later, rounding has grown until the runs go apart
+STEPS, BATCH = 200, 64
+COMPARED = 30  # steps: later, rounding has grown until the runs go apart
 MOMENTUM = 0.8  # of the running statistics
 
 
@@ -180,7 +180,7 @@ def gradient_function(all_mean):
 
 def train(devices, all_mean, steps):
     """The losses of all steps, and the trained model."""
-    optimizer = optax.adam(1e-2)
+    optimizer = optax.adam(3e-3)
     grad = grads.averaged(gradient_function(all_mean), "data")
     trainable = trainable_of(eqx.filter_eval_shape(make_model))
     state, specs = step.init(
