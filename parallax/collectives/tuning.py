@@ -155,14 +155,19 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     return link
 
 
-def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """Returns the vector x with the least sum of |terms @ x - 1|, by Weiszfeld's iteration."""
-    weights = np.ones(len(terms))
+def _least_absolute(relative: np.ndarray) -> np.ndarray:
+    """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
+
+    A row of `relative` is one measurement, and a column one of the rates that `solved` fits: some
+    of alpha, beta, gamma and start. x has the best value of each of them, in the unit of its
+    column. `relative @ x` is the predicted time of each measurement, divided by the measured one.
+    """
+    weights = np.ones(len(relative))
     for _ in range(30):
-        x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
+        x = np.linalg.lstsq(relative * weights[:, None], weights, rcond=None)[0]
         # A square weighted by 1 / |difference| counts as |difference|. The weights are square
         # roots, since `lstsq` squares them. 1e-6 prevents a division by 0.
-        weights = np.maximum(np.abs(terms @ x - 1), 1e-6) ** -0.5
+        weights = np.maximum(np.abs(relative @ x - 1), 1e-6) ** -0.5
     return x
 
 
@@ -191,11 +196,12 @@ class Choice(NamedTuple):
 
         return min(self.times, key=log_seconds)
 
-    def crossings(self) -> tuple[int, ...]:
-        """Returns a size between each two neighbouring sizes of the race with different winners.
+    def next_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes to race next: one between each two neighbouring sizes of the race with
+        different winners.
 
         It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
-        size again, it is left out.
+        size again, it is left out, since it was raced already.
         """
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
@@ -232,7 +238,7 @@ def auto(
 
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
     second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it measures
-    between two sizes with different winners (`Choice.crossings`). The choice depends on the bytes
+    between two sizes with different winners (`Choice.next_sizes`). The choice depends on the bytes
     of each leaf and is made at trace time, so it costs nothing in the step. Along axes that were
     not raced, and for the other collectives, the algorithm uses `jax.lax`.
 
@@ -257,7 +263,7 @@ def auto(
             if more:
                 calls = [(_all_reduce_call(f, axis_name), size) for f in raced for size in more]
                 choice = choice.joined(more, measure(mesh, axis_name, calls, rounds=rounds))
-            more = choice.crossings()
+            more = choice.next_sizes()
         choices[tuple(sorted(axes(axis_name)))] = choice
         predicted = _predicted(rivals, choice.sizes, n, fitted)
         report.append(_report(axis_name, n, fitted, choice, predicted))
