@@ -62,8 +62,8 @@ class Parameters(NamedTuple):
     fixed_blocks: PyTree
     fixed: PyTree
 
-    def whole(self) -> PyTree:
-        """Returns the parameters as the user's functions take them."""
+    def joined(self) -> PyTree:
+        """Returns the four trees as one: the parameters as the user's functions take them."""
         return eqx.combine(*self)
 
 
@@ -259,7 +259,7 @@ class Programs:
 
         def embed(params, rows, microbatch):
             with recording.at(microbatch=microbatch):
-                x = self.functions.embed(params.whole(), rows)
+                x = self.functions.embed(params.joined(), rows)
             # Later activations differ between stages, and all must have the same type.
             return varying(jax.tree.map(jnp.asarray, x), self.axis.names)
 
@@ -274,7 +274,7 @@ class Programs:
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
-                return checks.output(self.functions.stage(params.whole(), x, rows, position))
+                return checks.output(self.functions.stage(params.joined(), x, rows, position))
 
         # Job 0. Its number is computed from the stage's index, so that it is typed as varying over
         # the stages, as the numbers of the table are.
@@ -307,7 +307,7 @@ class Programs:
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
-                return checks.loss_and_aux(self.functions.head(params.whole(), y, rows))
+                return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
         self.counts: Counts = self.last  # unless the stages share the head, see below
         arguments = self.finished(jnp.zeros((), jnp.int32))
