@@ -244,7 +244,7 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
     An axis of `axes` is missing if on some way to the value no collective goes over it. A value
     without missing axes is left out. The ways go through collectives, the carries of loops, and the
-    operations in `PASSED_ON`.
+    operations in `PASSED_ON`: elementwise ones, reshapes, transposes, reductions, slices and joins.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
