@@ -197,7 +197,12 @@ def repaired(
 
 
 def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
-    """Yields all faults, in the order in which a reader would mend them.
+    """Yields all faults of the fields and the sizes, in the order in which a reader would mend
+    them.
+
+    If some values are wrong by themselves, such as a negative count, no other faults are yielded.
+    The other faults are choices that have nothing to act on or exclude each other, and sizes that
+    do not fit the layout.
 
     With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
     of devices, and then the sizes that must be multiples of them.
@@ -369,6 +374,7 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for sequences, and for tokens of a sequence, whose number is not a multiple of
     the parts into which they are split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
+        # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
         factors = " x ".join(f"{{{name}}}" for name in (*names, "microbatches"))
         needed = f"Layout: the batch's sequences ({{batch}}) must be a multiple of {factors}."

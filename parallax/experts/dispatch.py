@@ -418,7 +418,7 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 def _weighted_sum(y: Array, weights: Array) -> Array:
     """Returns each token's sum of weight times result, [T, D], from the choices' results `y`.
 
-    `y` is [k T, D]: first the results of the first choices of all tokens, as in `_Wanted`.
+    `y` is [k T, D]: the results of the first choices of all tokens, then of the second, and so on.
     """
     tokens, k = weights.shape
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)

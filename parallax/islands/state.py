@@ -100,8 +100,8 @@ def init(
         specs: the specs of `state`, which name no axis of the islands.
         outer: the outer optimizer.
         mesh: the mesh, with the axis of the islands.
-        axis: the axis of the islands, as in `local`.
-        stream: the fragments and their delay, as in `local`.
+        axis: the axis of the islands, as in `islands.local`, which makes their step.
+        stream: the fragments and their delay, as in `islands.local`.
         trainable: the leaves that the outer optimizer trains, as in `step.init`. Other leaves
             differ between islands.
 

@@ -58,8 +58,8 @@ def attention(
 
 
 def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
-    """Returns JAX's flash attention, [B, H, T, K], of arrays [B, H, T, K]; the kernel takes `block`
-    tokens at a time.
+    """Returns causal attention, [B, H, T, K], of arrays [B, H, T, K], by JAX's flash kernel, which
+    takes `block` tokens at a time.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 

@@ -348,6 +348,8 @@ def _without_cache(
     `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token before it
     was -1.
 
+    It serves a model without `cached`, and tokens that are drawn after the window began to move.
+
     The tokens fill the first places of the window, and zeros the rest. When the window is full, it
     moves by one place for each token.
     """
