@@ -3,8 +3,8 @@
 While no record is made, `tap` returns its argument and adds nothing to the program. While a record
 is made, `tap` is an identity whose lowering calls back to Python. Its transpose is another
 identity, which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map`
-and in pipelines, and code that reads programs sees no effect. Users import `tap` from `bisect`, so
-errors name it `bisect.tap`.
+and in pipelines, and code that reads programs sees no effect. Users call `tap` as `bisect.tap`, so
+errors name it so.
 
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
 numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
@@ -198,7 +198,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`:
-    `places` has, by dim, the positions of the elements of `x` in the whole array."""
+    `places` has, for some dims, the positions of the elements of `x` in the whole array."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:

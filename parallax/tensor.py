@@ -494,8 +494,8 @@ def embed_partial(
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
-    # A wrong id gives nan on every device, and so a loss of nan. It raises no error: a compiled
-    # program could raise one, through a callback, but that would stop all devices.
+    # A wrong id gives nan on every device, and so a loss of nan. An error at run time would be
+    # possible too, but it would stop all devices.
     not_here = jnp.where(is_wrong, jnp.full((), jnp.nan, table.dtype), jnp.zeros((), table.dtype))
     return jnp.where(
         (is_here & ~unknown)[..., None], table.at[row].get(mode="clip"), not_here[..., None]

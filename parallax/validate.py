@@ -200,8 +200,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     """Yields all faults of the fields and the sizes, in the order in which a reader would mend
     them.
 
-    They are wrong values; or, if there are none, choices that have nothing to act on or exclude
-    each other (`_choices`), and sizes that do not fit the layout.
+    If there are faults of `_values` or `_counts`, such as a negative count, no others are yielded.
+    The others are choices that have nothing to act on or exclude each other, and sizes that do not
+    fit the layout.
 
     With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
     of devices, and then the sizes that must be multiples of them.

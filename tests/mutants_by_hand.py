@@ -2095,7 +2095,7 @@ EXPERTS = (
     ),
     Mutant(
         "_batch_refused",
-        " and not p.visited",
+        " and not p.is_expert",
         "",
         "test_experts.py::test_five_steps_of_a_decoder_are_those_of_one_device -k tensor",
     ),

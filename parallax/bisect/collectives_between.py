@@ -158,7 +158,8 @@ class _SliceReader:
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
-            # `body.calls` are the calls around the body: one jaxpr may serve several calls.
+            # JAX may use one jaxpr, with the same variables, for several calls: `body.calls`, the
+            # calls around the body, tell them apart.
             if is_literal(atom) or (body.calls, atom) in self.seen:
                 continue
             self.seen.add((body.calls, atom))

@@ -55,8 +55,8 @@ def diagnose(
         _rounded(right, wrong),
         _multiple(right, wrong, counts),
         _permuted(right, wrong, counts),
-        _other_key(right, wrong),  # zeros in other places, as from another dropout mask
-        _wrong_box(right, wrong),  # right outside of one block
+        _other_zeros(right, wrong),
+        _wrong_in_one_block(right, wrong),
     )
     return next(filter(None, guesses), "no known kind")
 
@@ -132,7 +132,7 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
     return ""
 
 
-def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
+def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the share of places in which exactly one of the two values is 0, as with
     another dropout mask. Both values must have zeros."""
     # A share below FEW may be chance, and two random masks never differ in nearly all places.
@@ -142,7 +142,7 @@ def _other_key(right: np.ndarray, wrong: np.ndarray) -> str:
     return f"another random key: {share:.0%} of the numbers are zero in one of the two alone"
 
 
-def _wrong_box(right: np.ndarray, wrong: np.ndarray) -> str:
+def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box that has all wrong numbers, if it is smaller than the
     value. The box is called missing if all numbers that the wrong value has in it are 0."""
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))

@@ -49,7 +49,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
-    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced: JAX
+    cannot index those, and `_selected` indexes its arrays."""
     # Random keys have an extended dtype.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False

@@ -117,7 +117,7 @@ def gather(
     # The own block needs no message, so it is written first.
     for table, route in enumerate(routes):
         result = write(result, table, route.device_at(me, route.home), blocks[table])
-    # A gather is the table backwards: the last round of the scatter runs first.
+    # A gather runs the table backwards: the last round of the scatter comes first.
     for chain in reversed(list(_chains(routes))):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
             result = _gather_in_a_loop(routes, chain, copies, write, result, axis_name, dim)

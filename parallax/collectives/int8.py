@@ -160,7 +160,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     def exact(x):
         return ring.all_reduce(x, axis_name)
 
-    # Real floats of a block or more are quantised; other leaves are sent exactly.
+    # Leaves of real floats with a block or more are quantised; other leaves are sent exactly.
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 

@@ -199,7 +199,7 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch
 
     # The n terms are added in float32 or wider.
-    zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
+    zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), like=x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
     # The weight [D, *F_X] has one dim of inputs, D: it becomes [*F_X, D].
     d_x = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
@@ -242,7 +242,10 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
         return d_x, d_weight + _outer(_block(x, j, dim, cotangent.shape[dim]), block, batch)
 
-    zeros = _zeros(x.shape, x.dtype, x), _zeros(weight.shape, accumulation_dtype(weight.dtype), x)
+    zeros = (
+        _zeros(x.shape, x.dtype, like=x),
+        _zeros(weight.shape, accumulation_dtype(weight.dtype), like=x),
+    )
     d_x, d_weight = _as_they_arrive(cotangent, axis_name, multiply_and_add, zeros)
     return d_x, d_weight.astype(weight.dtype)
 
@@ -313,7 +316,7 @@ def _put(y, block, j, dim: int):
     return lax.dynamic_update_slice_in_dim(y, block, j * block.shape[dim], dim)
 
 
-def _zeros(shape, dtype, like):
+def _zeros(shape, dtype, *, like):
     """Returns zeros that vary along the axes of `like`."""
     return varying(jnp.zeros(shape, dtype), varying_axes(like))
 

@@ -10,9 +10,9 @@ form one message. The messages of a round do not wait for each other.
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
 In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
-summed, on the device that owns it. A *gather* is the same table backwards: each device's block is
-copied to all others. The two are each other's transpose; one after the other they are an
-all-reduce.
+summed, on the device that owns it. A *gather* runs the same table backwards: the last round first,
+and each message from its receiver to its sender. So each device's block is copied to all others.
+The two are each other's transpose; one after the other they are an all-reduce.
 
 The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. In a scatter, the block that belongs
 to device 0 goes this way:
@@ -21,12 +21,12 @@ to device 0 goes this way:
     round 2   device 2 sends it (offset 2); device 3, offset 1, adds its term
     round 3   device 3 sends it (offset 1); device 0, the owner, offset 0, adds the last term
 
-All four blocks move at once, each to the next device. A gather is the same table backwards: device
-0 sends its block to 3, 3 sends it to 2, and 2 sends it to 1.
+All four blocks move at once, each to the next device. In a gather, the block of device 0 goes the
+same way back: device 0 sends it to 3, device 3 sends its copy to 2, and device 2 to 1.
 
-All devices do the same, each from its own place, so every message of a step goes equally far. A
-collective in which the distance depends on the device is no `Route`. An example is Swing (De Sensi
-et al., NSDI 2024), in which odd and even devices send in opposite directions.
+A step is the same for all devices: each sends its message to the device that is `step` places after
+it. A collective in which the distance depends on the device is no `Route`. An example is Swing (De
+Sensi et al., NSDI 2024), in which odd and even devices send in opposite directions.
 """
 
 import csv
@@ -46,7 +46,7 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """A table of messages: a reduce-scatter, an all-gather (backwards), or both as an all-reduce.
+    """A table of messages: a reduce-scatter, an all-gather (run backwards), or both: an all-reduce.
 
     ```python
     ring_of_4 = Route((4,), [{1: [3]}, {1: [2]}, {1: [1]}])

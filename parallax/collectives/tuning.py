@@ -155,19 +155,19 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     return link
 
 
-def _least_absolute(terms: np.ndarray) -> np.ndarray:
-    """Returns the vector x with the least sum of |terms @ x - 1|, by Weiszfeld's iteration.
+def _least_absolute(relative: np.ndarray) -> np.ndarray:
+    """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
 
-    A row of `terms` is one measurement, divided by its measured seconds. A column belongs to one of
-    the rates that `solved` fits: some of alpha, beta, gamma and start, each times a scale. So x has
-    these scaled rates, and `terms @ x` is the predicted time over the measured one.
+    A row of `relative` is one measurement, and a column one of the rates that `solved` fits: some
+    of alpha, beta, gamma and start. x has the best value of each of them, in the unit of its
+    column. `relative @ x` is the predicted time of each measurement, divided by the measured one.
     """
-    weights = np.ones(len(terms))
+    weights = np.ones(len(relative))
     for _ in range(30):
-        x = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
+        x = np.linalg.lstsq(relative * weights[:, None], weights, rcond=None)[0]
         # A square weighted by 1 / |difference| counts as |difference|. The weights are square
         # roots, since `lstsq` squares them. 1e-6 prevents a division by 0.
-        weights = np.maximum(np.abs(terms @ x - 1), 1e-6) ** -0.5
+        weights = np.maximum(np.abs(relative @ x - 1), 1e-6) ** -0.5
     return x
 
 
@@ -196,7 +196,7 @@ class Choice(NamedTuple):
 
         return min(self.times, key=log_seconds)
 
-    def crossings(self) -> tuple[int, ...]:
+    def next_sizes(self) -> tuple[int, ...]:
         """Returns the sizes to race next: one between each two neighbouring sizes of the race with
         different winners.
 
@@ -238,7 +238,7 @@ def auto(
 
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
     second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it measures
-    between two sizes with different winners (`Choice.crossings`). The choice depends on the bytes
+    between two sizes with different winners (`Choice.next_sizes`). The choice depends on the bytes
     of each leaf and is made at trace time, so it costs nothing in the step. Along axes that were
     not raced, and for the other collectives, the algorithm uses `jax.lax`.
 
@@ -263,7 +263,7 @@ def auto(
             if more:
                 calls = [(_all_reduce_call(f, axis_name), size) for f in raced for size in more]
                 choice = choice.joined(more, measure(mesh, axis_name, calls, rounds=rounds))
-            more = choice.crossings()
+            more = choice.next_sizes()
         choices[tuple(sorted(axes(axis_name)))] = choice
         predicted = _predicted(rivals, choice.sizes, n, fitted)
         report.append(_report(axis_name, n, fitted, choice, predicted))

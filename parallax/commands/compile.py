@@ -33,7 +33,7 @@ def add_compile(commands: Any) -> None:
         help="write a picture of the estimated time, as PNG, SVG or PDF",
     )
     option("--text", metavar="FILE", help="write the text of the compiled program")
-    # Islands are groups of devices that exchange weights only once in many steps.
+    # Islands are groups of devices that exchange their weights only once in many steps.
     add_island_options(command)
 
 

@@ -101,7 +101,7 @@ def plan(options: argparse.Namespace) -> str:
     planned = plans.plan(
         chosen.config, layout, chip, batch=options.batch, attention_kernel=kernel_of(options)
     )
-    text = f"{planned}{failures(options, layout.devices)}"
+    text = f"{planned}{checkpoint_interval(options, layout.devices)}"
     if options.islands == 1:
         return text
     from parallax.plan import island_traffic
@@ -149,8 +149,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     text = f"{layouts.table(plans, options.top)}\n\n{best}"
     if best.algorithms:
         text += f"\n\n{algorithms.table(best.algorithms)}"
-    # The best interval between checkpoints, or "" without `--failures-per-device-year`.
-    return text + failures(options, options.devices)
+    return text + checkpoint_interval(options, options.devices)
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
@@ -180,10 +179,10 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
     mesh = user_files.world(options.mesh)  # an abstract mesh: no device is needed
     step, shapes = user_files.read(options.program, mesh)
     traced = plans.trace(step, shapes, mesh, hardware=chip_of(options))
-    return f"{traced}{failures(options, math.prod(mesh.shape.values()))}"
+    return f"{traced}{checkpoint_interval(options, math.prod(mesh.shape.values()))}"
 
 
-def failures(options: argparse.Namespace, devices: int) -> str:
+def checkpoint_interval(options: argparse.Namespace, devices: int) -> str:
     """Returns a text about the best interval between checkpoints; "" without a rate of failures.
 
     Raises:

@@ -41,7 +41,7 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
     """Returns the instructions of a computation, in which the `recv` of each collective between
     slices becomes the start of the collective, and its `recv-done` the end.
     """
-    # The name of the `send` of each rendezvous; the start of the collective waits for it too.
+    # The name of the `send` of each rendezvous. The start of the collective waits for it.
     sends = {
         found[1]: line.name
         for line in lines

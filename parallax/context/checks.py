@@ -227,8 +227,9 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
 def _is_causal(table: np.ndarray) -> bool:
     """Returns whether a table [T, T, other] is constant on each side of its diagonal.
 
-    A causal mask is such a table. The diagonal itself may belong to either side. `other` counts all
-    dims that are not tokens, such as heads; each of its entries may have constants of its own.
+    A causal mask is such a table. The diagonal itself may belong to either side. The dim `other`
+    joins all dims that do not count tokens, such as heads; each of its entries may have constants
+    of its own.
     """
 
     # `pairs` is [pairs of tokens, other]: all its rows must equal the first.

@@ -23,8 +23,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     The first line has the numbers of devices, rounds and messages, and the length of the longest
     chain of messages that wait for each other, "in a row". Offsets are numbered in row-major order
     of the box, which is the grid of the devices. The numbers after a block list the devices whose
-    terms are summed in it, by their distance before the owner. For a gather, read the rounds
-    backwards.
+    terms are summed in it: d stands for the device d places before the owner, and 0 for the owner
+    itself. For a gather, read the rounds backwards.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -81,7 +81,7 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
     The key of each block is its offset. The value is the set of the devices whose terms are summed
-    in the block. The number of a device is the number of steps from it to the block's owner.
+    in the block: d stands for the device d places before the owner, and 0 for the owner itself.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

@@ -22,8 +22,9 @@ class Enclosing(NamedTuple):
     """The effect of enclosing gradient functions on the parameters of the code being traced.
 
     Attributes:
-        declared: the axes along which the gradient functions declared all parameters varying.
-        shares: the axes in `declared` that split some parameters, which varied before that.
+        declared: the axes of these functions. Along them each function typed all parameters as
+            varying, the copies too.
+        shares: the axes in `declared` along which some parameters are shares, which varied before.
     """
 
     declared: frozenset[str] = frozenset()

@@ -111,7 +111,7 @@ def accumulated(
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
 
-        # The scan begins with sums of zero, in float32 or wider, and only a trace of `grad` gives
+        # All sums are 0 when the scan begins, in float32 or wider, and only a trace of `grad` gives
         # their shapes. If no taps are recorded, `recording.numbered` returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
@@ -380,7 +380,8 @@ def local_gradients(
             "copies. Average the inner gradients by hand: lax.pmean(gradients, "
             f"{axes_with_shares[0]!r})."
         )
-    # If an enclosing function declared all parameters varying along an axis, they are copies there.
+    # Along the axes in `enclosing.declared`, parameters are copies, though their types vary: an
+    # enclosing function declared them varying.
     shares = {name: paths for name, paths in shares.items() if name not in enclosing.declared}
     declared = varying(params, axis.names)
     if reduced is not None:
@@ -455,11 +456,12 @@ def _check_not_summed(
         ]
         if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
             continue
+        not_summed = "The loss was not summed: it still differs between devices."
+        summed_again = "A second sum would add them once for each device."
         raise ValueError(
             f"The gradients are the same along {name!r}, so they were summed over it already. "
-            f"{'The loss was not' if mean else 'A second sum would count them once per device'}. "
-            f"Sum or average over {name!r} once: wrap the gradient function in grads.averaged or "
-            "in grads.summed, not in both."
+            f"{not_summed if mean else summed_again} Sum or average over {name!r} once: wrap the "
+            "gradient function in grads.averaged or in grads.summed, not in both."
         )
 
 

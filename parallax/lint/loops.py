@@ -92,7 +92,8 @@ class Loop:
         """Returns the sums that were only added to a carry.
 
         `carries` and `stacked` are the results of the body: the new carries, and the outputs that
-        the loop stacks. A sum that a stacked output uses is needed in each trip, so it is left out.
+        the loop stacks. The loop returns the stacked outputs of all trips, so a sum in one of them
+        must stay in the loop.
         """
         self.spoil(stacked)
         # The new carry must be the old one plus parts, and not a function of another carry.

@@ -71,10 +71,10 @@ def _same_elements(
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands that a result is made of.
 
-    A carry that a loop returns is made of the carry's first value; for an output that a loop
-    stacks, nothing is returned. In an operation with as many results as operands, such as a
-    barrier, each result is made of its own operand. In all others, each result is made of all
-    operands.
+    If a loop returns a carry, the result is made of the operand with the carry's first value. If it
+    returns a stacked output, no operand is listed. In an operation with as many results as
+    operands, such as a barrier, each result is made of its own operand. In all other operations,
+    each result is made of all operands.
     """
     if node.name in LOOPS:  # `carried` gives the places (operand, result) of each carry
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]

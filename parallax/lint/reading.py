@@ -76,7 +76,8 @@ class Reading:
         return self.flat(flat.body(loop.eqn), loop)
 
     def ours(self, eqn: JaxprEqn) -> Jaxpr:
-        """Returns the jaxpr of a collective of this library, traced once per equation."""
+        """Returns the jaxpr of a collective of this library. The first call for an equation traces
+        it, and later calls return the same jaxpr."""
         if id(eqn) not in self._ours:
             mesh, checked = (self.map.mesh, self.map.checked) if self.map else (None, True)
             self._ours[id(eqn)] = types.linear_jaxpr(eqn, mesh, check_vma=checked)

@@ -348,7 +348,7 @@ def _without_cache(
     `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token before it
     was -1.
 
-    `sampled` uses it for a model without `cached`, and once the text is longer than the window.
+    It serves a model without `cached`, and tokens that are drawn after the window began to move.
 
     The tokens fill the first places of the window, and zeros the rest. When the window is full, it
     moves by one place for each token.

@@ -263,8 +263,8 @@ class _Update:
     def value_of_state(self, x: Any, owner: int | None) -> Value:
         """Returns the sources of an array of the optimizer's state with this owner. A `mixes` in
         them makes `judge` refuse a result that uses the array."""
-        # A single number that no axis splits (`self.axes`), such as a step count, may be combined
-        # with all elements.
+        # A single number that no axis splits, such as a step count, may be combined with all
+        # elements.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         # The state of a split leaf must have the shape of the gradient, so that it is split alike.

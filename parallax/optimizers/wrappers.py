@@ -266,9 +266,10 @@ class _Owners(NamedTuple):
         return shares, GatheredOptState(states, state.names, state.members, state.leads)
 
 
-def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns those `splits` of a leaf that split `x`, the leaf's gradient or parameter. For a
-    gradient of ZeRO-1, whose `weight` is whole, these are all splits; else the splits of `weight`.
+def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
+    """Returns those of a leaf's `splits` that cut `x`, the gradient or the parameter of the leaf.
+    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. Otherwise the
+    gradient is cut as the parameter is.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
@@ -279,7 +280,7 @@ def _splits_here(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
     no layers. `x` is a gradient or a parameter, a share or whole."""
-    splits_of_x = _splits_here(x, weight, way.splits)
+    splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
     layers_dim = way.lead - 1  # the last dim of layers, which is divided among the owners
@@ -297,7 +298,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
     layers that the device owns: the reverse of `_to_owner`."""
-    splits_of_weight = _splits_here(weight, weight, way.splits)
+    splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
     layers_dim = way.lead - 1  # the last dim of layers
@@ -345,8 +346,7 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
     """Refuses a number of layers on a device that is not a multiple of the number of their owners.
-    `shape` is the shape on a device of a gradient or parameter that has layers; it is a share along
-    `splits`.
+    `shape` is the shape on a device of a gradient or parameter that has layers; `splits` cut it.
     """
     layers_dim = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that

@@ -180,8 +180,8 @@ class _Sums(jaxprs.FollowingAlong):
             return []
 
     def _is_zero(self, factor: Terms) -> bool:
-        """Returns whether a factor depends on the stage's index and has no value other than zero on
-        an early stage. A factor whose values are unknown counts as zero."""
+        """Returns whether a factor is a number that depends on the stage's index, and is zero on
+        all early stages. If its values are unknown, they count as zero."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 

@@ -96,8 +96,8 @@ class Jobs(Programs):
     """The jobs of one device, with the attributes of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """Returns the carry before the first tick: so many slots, `saved` and `deferred`, and the
-        sums, which are 0. `arrived` is the executor's own part."""
+        """Returns the carry before the first tick: it has `saved` and `deferred` slots, and all
+        sums are 0. `arrived` is the executor's own part."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, of_head = self.programs["head"].out[0]

@@ -129,13 +129,12 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     }
     table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
-    # Of all messages only the head's cotangents wait in slots (see `Schedule.arrivals`).
+    # In lockstep, of all messages only the head's cotangents wait in slots.
     from_head = stacked(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved_count = int(table.saved["forward"].max()) + 1
-    # In the order of the fields x, y, ct and from_head; y, a tick's output of F, is None between
-    # ticks.
-    arrived = Arrived(send.part(jobs.x), None, send.part(moving), from_head)
+    # `y`, the output of F in a tick, is None between ticks.
+    arrived = Arrived(x=send.part(jobs.x), y=None, ct=send.part(moving), from_head=from_head)
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):

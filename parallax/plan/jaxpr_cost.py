@@ -181,7 +181,7 @@ class Reading:
 
     def _read(self, atom: Any, known: Mapping[Any, Value]) -> Value:
         """Returns the value of a variable or a literal. Equal literals share one value, so that
-        `_once` sees that two equations with such operands are equal.
+        `_once` finds equal equations: it compares operands by identity.
 
         None gives an empty value, which reads no buffer and has no bytes. So does a variable that
         was not computed, since nobody needs it.
@@ -258,9 +258,9 @@ class Reading:
         return results
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a collective of this library. Its program is traced when its
-        equation is first read, and kept. The lines of that program are in this library, so its
-        equations get the line of the call."""
+        """Returns the results of a collective of this library. The first call for an equation
+        traces the collective's program, and later calls use it again. The source lines of that
+        program are in this library, so its equations get the line of the caller."""
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
         return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)

@@ -131,10 +131,10 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
     `batch` sequences.
 
-    `jobs` counts the calls; its `hops` are messages to other stages, and its `last` the ticks at
-    the step's end with the same lanes. If all stages run the same lanes in a tick, idle stages run
-    them too, on garbage. A lane then counts in each tick in which at least one stage has a job for
-    it.
+    `jobs` counts the calls. Its `hops` are messages to other stages, and its `last` is the number
+    of ticks at the step's end that have the same lanes. If all stages run the same lanes in a tick,
+    idle stages run them too, on garbage. A lane then counts in each tick in which at least one
+    stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(

@@ -188,8 +188,7 @@ def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
     """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
-    around that rule, and what each of these did. A leaf of an expert is `visited`: the tokens of
-    all replicas are sent to it."""
+    around that rule, and what each of these did."""
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
@@ -203,7 +202,7 @@ def _placement(
             spec, reason = wrapper.split(path, leaf, spec)
         why.append(reason)
     return Placement(
-        path, leaf, rule, given, wrappers, spec, tuple(why), visited=isinstance(rule, experts)
+        path, leaf, rule, given, wrappers, spec, tuple(why), is_expert=isinstance(rule, experts)
     )
 
 

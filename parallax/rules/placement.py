@@ -57,7 +57,8 @@ class Placement:
         wrappers: the `rules.fsdp`s around that rule, innermost first.
         spec: the spec after all `wrappers`.
         why: what each wrapper did, in words.
-        visited: whether the leaf is an expert's weight, to which all replicas send their tokens.
+        is_expert: whether the leaf belongs to experts. The tokens of all replicas are sent to the
+            experts, so an axis that splits the batch may split such a leaf too.
     """
 
     path: str
@@ -67,7 +68,7 @@ class Placement:
     wrappers: tuple[Any, ...]
     spec: PartitionSpec
     why: tuple[str, ...]
-    visited: bool = False
+    is_expert: bool = False
 
     @property
     def by(self) -> str:
@@ -151,7 +152,7 @@ def _batch_refused(
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
-            if axis in batch_axes and not p.visited:
+            if axis in batch_axes and not p.is_expert:
                 # Without a mesh the advice leaves the size open.
                 size = "..." if mesh is None else mesh.shape.get(axis, "...")
                 what = (

@@ -333,7 +333,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
 
 def _places(device_mesh: Mesh) -> tuple:
     """Returns the axes, the shape and the devices' ids of a mesh, to compare the mesh with another
-    one. Unlike `==`, this leaves out the types of the axes (Auto or Explicit).
+    one. Unlike `==` of meshes, this leaves out the types of the axes, Auto or Explicit.
     """
     return (
         device_mesh.axis_names,

@@ -126,7 +126,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
 def _make(folder: Path, created: list[Path]) -> None:
     """Makes the folder and its parents, if they are missing. Adds each folder that it made to
-    `created`, the outermost first: `Lock.release` removes those that are still empty.
+    `created`, the outermost first: `Lock.release` removes those that are then empty.
     """
     for path in (*reversed(folder.parents), folder):
         if not os.path.isdir(path):

@@ -161,8 +161,8 @@ class Cut(NamedTuple):
     def handed_count(self) -> int:
         """The number of arrays that go from the first half to the second, including the arrays of
         scans."""
-        # A scan stacks each array that its trips hand over, so the trip's arrays are counted. A
-        # scan that runs only in the second half is handed no stacked arrays, and is not in `first`.
+        # A scan stacks and hands over each array that its trips hand over. `first` has all such
+        # scans: one that runs only in the second half is handed no arrays of its trips.
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )

@@ -40,8 +40,8 @@ class Leaf:
             `h.{layer}.ln_1.weight`.
         shape: the shape of each tensor in the file. The leaf has the same numbers in the same
             order, and may have zeros after them as padding.
-        over: each word in braces with the number of its values, 0, 1, ..., in the order of the
-            leaf's first dims: `(("layer", 12),)`.
+        over: each word in braces with the number of its values, 0, 1, ...: `(("layer", 12),)`. Word
+            i counts along dim i of the leaf.
         transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
@@ -61,7 +61,8 @@ class Leaf:
         return math.prod(size for _, size in self.over)
 
     def names(self) -> Iterator[str]:
-        """Yields the names of the tensors in row-major order: the last of `over` counts fastest."""
+        """Yields the names of the tensors, layer by layer, and in each layer expert by expert, as
+        the first dims of the leaf have them."""
         words = [word for word, _ in self.over]
         for places in itertools.product(*(range(size) for _, size in self.over)):
             yield self.name.format(**dict(zip(words, places, strict=True)))
@@ -284,8 +285,8 @@ def check(
     for name, leaf in copies.items():
         if name in stored and leaf.name not in stored:
             raise ValueError(
-                f"{stored[name].place} is a copy of {leaf.name} in {asked}, and {leaf.name} is not "
-                f"there. Store the tensor as {leaf.name}."
+                f"{leaf.name} is missing. There is {stored[name].place}, which is only a copy of "
+                f"{leaf.name} in {asked}. Store it as {leaf.name}."
             )
     _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
     for name, tensor in stored.items():
