@@ -74,17 +74,24 @@ def killing(folder: Path, number: int) -> Callable[[str, tuple], None]:
         if inside:
             return
         inside = True
+        try:
+            act(event, arguments)
+        finally:  # an operation of ours that fails must not end the watch
+            inside = False
+
+    def act(event: str, arguments: tuple) -> None:
         if event == "open" and named(arguments[0]) and str(folder) in os.fsdecode(arguments[0]):
             path, _, flags = arguments
             if flags & (os.O_WRONLY | os.O_RDWR):
                 if moment():
                     os.kill(os.getpid(), signal.SIGKILL)
                 if moment():
-                    os.open(path, flags, 0o666)
+                    # A lock tries O_EXCL first, and fails if its file is there.
+                    with contextlib.suppress(OSError):
+                        os.open(path, flags, 0o666)
                     os.kill(os.getpid(), signal.SIGKILL)
         elif event in OPERATIONS and inside_folder(event, arguments) and moment():
             os.kill(os.getpid(), signal.SIGKILL)
-        inside = False
 
     return hook
 

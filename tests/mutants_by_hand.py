@@ -2467,6 +2467,12 @@ DRAWN = (
 
 TRACED = (
     Mutant(
+        "Reading._zeros",
+        "value.is_zeros = True",
+        "value.is_zeros = False",
+        "test_trace.py::test_peaks_of_each_family",
+    ),
+    Mutant(
         "has_effects",
         '!= "NamedAxisEffect"',
         '!= ""',

@@ -8,8 +8,6 @@ accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
-
 from parallax.plan.liveness import Buffer
 
 
@@ -17,11 +15,12 @@ class Backend(NamedTuple):
     """The habits of one backend's memory assignment.
 
     Attributes:
-        stacks: the number of copies of each stacked result of a backward loop. The result begins as
-            zeros, which stay in memory beside the copy that the loop fills.
         arguments: whether a donated argument is copied before a result overwrites it, if another
             result that overwrites an argument is computed from it. The new weights, for example,
             are computed from the moments, which the new moments overwrite.
+        zeros: whether arrays of zeros with the same number of elements are made once. XLA then
+            keeps them from the first loop or update that begins with them to the last. A loop's
+            stacked results begin as zeros too, and so does the result of a ring's all-gather.
         slices: the number of copies of a layer's part of each stacked array, for each layer in a
             loop's body after the first (with ZeRO-3 a body has two layers). XLA slices the layers
             of a body together, and copies each layer's part.
@@ -30,15 +29,15 @@ class Backend(NamedTuple):
         early: whether a loop's stacked results have memory already while the loops before it run.
     """
 
-    stacks: int = 0
     arguments: bool = False
+    zeros: bool = False
     slices: int = 0
     near: int = 0
     early: bool = False
 
 
 BACKENDS = {
-    "cpu": Backend(stacks=1, arguments=True),
+    "cpu": Backend(arguments=True, zeros=True),
     "cuda": Backend(slices=1, early=True),
     "tpu": Backend(slices=2),
     "TPU v5e": Backend(slices=2, near=90_000_000, early=True),
@@ -51,17 +50,9 @@ def backend(platform: str, name: str = "") -> Backend:
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
-def beside(eqn: JaxprEqn, stacked: Sequence[Buffer], habits: Backend) -> tuple[Buffer, ...]:
-    """Returns the copies of a loop's `stacked` results that exist while the loop runs. Only a
-    backward loop, which runs in reverse, has such copies."""
-    if not eqn.params.get("reverse", False):
-        return ()
-    filled = [buffer for buffer in stacked if buffer.bytes]  # a result that nobody needs has none
-    # A list times a number repeats its elements: `stacks` copies of each.
-    return tuple(Buffer(buffer.bytes, buffer.eqn) for buffer in filled * habits.stacks)
-
-
-def first(pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend) -> tuple[Buffer, ...]:
+def of_arguments(
+    pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
+) -> tuple[Buffer, ...]:
     """Returns a copy of each donated argument that one result overwrites, if another result that
     overwrites an argument is computed from it.
 

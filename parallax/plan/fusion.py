@@ -51,6 +51,7 @@ class Value:
         # If the value is the result of JAX's `platform_index`, by which a `cond` chooses code for a
         # platform: the branch that the platform of this trace takes.
         self.branch: int | None = None
+        self.is_zeros = False  # whether it is an array of zeros that the program makes
 
     @property
     def root(self) -> "Value":
@@ -66,3 +67,5 @@ class Frame:
         self.operations: list[Operation] = []
         # The operands and results of each equation, so that an equal one is not computed again.
         self.known: dict[Any, tuple[Sequence[Value], list[Value]]] = {}
+        # Arrays of zeros, by the number of their elements and their dtype (`shared_zeros`).
+        self.zeros: dict[tuple[int, Any], Buffer] = {}

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax import jaxprs, source_lines
@@ -75,6 +76,11 @@ class Reading:
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
                 return None
+            if root.is_zeros and self.habits.zeros:
+                buffer = self.shared_zeros(root.aval)
+                root.buffer, root.reads = buffer, {buffer: buffer.bytes}
+                root.near = frozenset([buffer])
+                return buffer
             buffer = Buffer(root.bytes, self.at or root.eqn)
             # It may be written over a buffer of its size that it reads element by element.
             over = tuple((buffer, under) for under in root.near if under.bytes == buffer.bytes)
@@ -86,6 +92,16 @@ class Reading:
             # Later readers read this buffer and nothing below it.
             root.buffer, root.reads, root.near = buffer, {buffer: buffer.bytes}, frozenset([buffer])
         return root.buffer
+
+    def shared_zeros(self, aval: Any) -> Buffer:
+        """Returns the frame's buffer of zeros of this size and dtype, in whatever shape. The first
+        call for a size makes it."""
+        known = self.frames[-1].zeros
+        key = (aval.size, aval.dtype)
+        if key not in known:
+            known[key] = Buffer(nbytes(aval), self.at, what="zeros")
+            self.emit(Operation((), (known[key],)), written=known[key].bytes)
+        return known[key]
 
     def made(
         self,
@@ -289,6 +305,8 @@ class Reading:
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
+        if name == "empty" and self.habits.zeros:  # a ring's all-gather begins with `lax.empty`
+            return [self._zeros(eqn)]
         if name == "optimization_barrier":
             return [self._apart(value) for value in operands]
         if name in primitives.UPDATES:
@@ -320,10 +338,20 @@ class Reading:
         root as `source`, so both have the same root. An expensive operation (`jaxprs.DEAR`) with
         several readers is held, unless it reads only literals."""
         value = self._fused(eqn, operands)
+        value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
+            operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
+        )
         if eqn.primitive.name in primitives.SAME:
             value.source = operands[0].root
         elif eqn.primitive.name in jaxprs.DEAR and readers > 1 and value.reads:
             self.hold(value)
+        return value
+
+    @staticmethod
+    def _zeros(eqn: JaxprEqn) -> Value:
+        """Returns the result of `lax.empty`, which this backend fills with zeros."""
+        value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
+        value.is_zeros = True
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
@@ -527,6 +555,12 @@ class Reading:
                 eqn.outvars[len(starts) :], needed_results[len(starts) :], strict=True
             )
         ]
+        # XLA begins a stacked result as zeros, and each trip writes a part of it.
+        begun = [
+            (buffer, self.shared_zeros(var.aval))
+            for buffer, var in zip(stacked, eqn.outvars[len(starts) :], strict=True)
+            if buffer.bytes and self.habits.zeros
+        ]
         # Read before the walk of the body, which may hold a value and so change its reads.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
@@ -555,7 +589,6 @@ class Reading:
         # The ends live to the end of a trip. The body may write over the starts (`given`).
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
-        copied_stacks = compiler_copies.beside(eqn, stacked, self.habits)
         slice_copies = self._slices_of_further_layers(
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
@@ -567,7 +600,11 @@ class Reading:
         inner = max(0, peak.bytes - near) + sum(size for size, _ in slice_copies)
         self.emit(
             Operation(
-                tuple(reads), (*stacked, *copied_stacks), (), inner, (*peak.held, *slice_copies)
+                (*reads, *(zeros for _, zeros in begun)),
+                tuple(stacked),
+                tuple(begun),
+                inner,
+                (*peak.held, *slice_copies),
             )
         )
         return carried + [
@@ -599,6 +636,8 @@ class Reading:
         if not is_needed:
             return Value(aval, {})
         root = value.root
+        if root.is_zeros and self.habits.zeros:
+            self.hold(value)
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
         near = [root.buffer] if root.buffer else root.near  # the buffers that it may overwrite
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
@@ -629,3 +668,8 @@ class Reading:
         inside = Value(var.aval, value.root.reads, eqn=value.root.eqn)
         inside.source = value.root
         return inside
+
+
+def _is_literal_zero(atom: Any) -> bool:
+    """Returns whether an operand is the number 0, written into the program."""
+    return jaxprs.is_literal(atom) and not np.any(atom.val)

@@ -131,7 +131,7 @@ def trace(
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
     # Copies of donated arguments live from here until all results are written: one operation makes
     # them, and one after the results reads them.
-    copied = compiler_copies.first(
+    copied = compiler_copies.of_arguments(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
     reading.emit(Operation((), copied))
