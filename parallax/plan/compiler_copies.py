@@ -21,6 +21,8 @@ class Backend(NamedTuple):
         zeros: whether arrays of zeros with the same number of elements are made once. XLA then
             keeps them from the first loop or update that begins with them to the last. A loop's
             stacked results begin as zeros too, and so does the result of a ring's all-gather.
+        together: whether a backward loop with two layers in its body (ZeRO-3) gathers and computes
+            again for both of them before the backward pass of the first.
         slices: the number of copies of a layer's part of each stacked array, for each layer in a
             loop's body after the first (with ZeRO-3 a body has two layers). XLA slices the layers
             of a body together, and copies each layer's part.
@@ -31,13 +33,14 @@ class Backend(NamedTuple):
 
     arguments: bool = False
     zeros: bool = False
+    together: bool = False
     slices: int = 0
     near: int = 0
     early: bool = False
 
 
 BACKENDS = {
-    "cpu": Backend(arguments=True, zeros=True),
+    "cpu": Backend(arguments=True, zeros=True, together=True),
     "cuda": Backend(slices=1, early=True),
     "tpu": Backend(slices=2),
     "TPU v5e": Backend(slices=2, near=90_000_000, early=True),

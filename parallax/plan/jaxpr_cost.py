@@ -368,6 +368,8 @@ class Reading:
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
         """Returns the first operand with a part of it rewritten. It is rewritten in place if no
         later operation reads the old numbers."""
+        if eqn.primitive.name != "dynamic_update_slice":
+            operands[0].root.is_zeros = False  # a scatter fills an array of its own
         self.hold(operands[0])
         # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
         # (array, indices, updates) in a scatter.
@@ -597,14 +599,15 @@ class Reading:
         # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
         # one other loop, and so on.
         near = self.habits.near // len(self.frames) if innermost else 0
-        inner = max(0, peak.bytes - near) + sum(size for size, _ in slice_copies)
+        waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
+        inner = max(0, peak.bytes - near) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
             Operation(
                 (*reads, *(zeros for _, zeros in begun)),
                 tuple(stacked),
                 tuple(begun),
                 inner,
-                (*peak.held, *slice_copies),
+                (*peak.held, *slice_copies, *waiting),
             )
         )
         return carried + [
@@ -624,6 +627,24 @@ class Reading:
             for value, needed in zip(sliced, wanted, strict=True)
             if needed and count
         ]
+
+    @staticmethod
+    def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
+        """Returns what an unrolled backward loop computes from its constants and slices alone, for
+        the backward pass of the layers in its body after the first: gathered weights, and values
+        that are computed again. XLA computes it for all layers of a body at first. Each buffer
+        stands with its bytes for all these layers. `carried` are the buffers of the carries."""
+        count = eqn.params.get("unroll", 1) - 1
+        if not eqn.params.get("reverse", False) or not count:
+            return []
+        late, early = set(carried), {}
+        for operation in operations:
+            if late.isdisjoint(operation.reads):
+                early |= dict.fromkeys(operation.writes, False)
+            else:
+                late |= set(operation.writes)
+                early |= dict.fromkeys((b for b in operation.reads if b in early), True)
+        return [(count * buffer.bytes, buffer) for buffer, is_read in early.items() if is_read]
 
     @staticmethod
     def _carries(body, constants, starts, counts):
