@@ -151,7 +151,7 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
         else inner(eqn)
     )
     if not bodies and eqn.primitive.name in COLLECTIVES:
-        # The parameter with the axes has another name for each kind of collective.
+        # The parameter with the axes is called `axes` or `axis_name`, as JAX's collectives differ.
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         return frozenset(names if isinstance(names, tuple | list) else (names,))
     return frozenset().union(*(sent_over(inside) for body in bodies for inside in body.eqns))

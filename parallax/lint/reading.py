@@ -63,7 +63,10 @@ class Reading:
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
-        """Returns a jaxpr as a list of operations; `node` is the operation that contains it."""
+        """Returns a jaxpr as a list of operations; `node` is the operation that contains it.
+
+        A later call returns the same list, since a loop's body is read several times.
+        """
         key = id(jaxpr), id(node)
         if key not in self._flats:
             # Predicates are numbers of values in the outer program, and mean nothing in this one.

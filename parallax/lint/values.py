@@ -1,4 +1,6 @@
-"""The facts that the lint follows from value to value of a program; a `Value` has those of one.
+"""The facts that the lint follows from value to value of a program.
+
+A `Value` has the facts of one value, and a `Dim` those of one of its dims.
 
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
 along which axes it *is* the same, as far as the program shows. A value that was summed and then
