@@ -49,9 +49,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
-    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced: JAX
-    cannot index those, and `_selected` indexes its arrays."""
-    # Random keys have an extended dtype.
+    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    # Random keys have an extended dtype: `_selected` cannot convert them to numbers.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     # `_selected` indexes its arrays, and JAX does not index unreduced or reduced ones.
@@ -59,9 +58,10 @@ def _can_wait(leaf) -> bool:
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
-    """Returns `x`, selected by a condition that is always true, which no compiler can prove.
+    """Returns the arrays `x`, each selected by a condition that is computed from `after`.
 
-    An optimization barrier would not do: the CPU's compiler removes it.
+    The condition is always true, but no compiler can prove that, so `x` waits for `after`. An
+    optimization barrier would not help: the CPU's compiler removes it.
     """
     # One number of each array that is waited for makes the condition depend on it.
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]

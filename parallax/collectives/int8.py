@@ -7,8 +7,8 @@ small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
 the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
 block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
-by a power of two is exact. So the number Q(x) that arrives for x has
-only the error of the rounding, at most
+by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
+rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
@@ -281,7 +281,7 @@ class ErrorFeedback:
     ) -> tuple[Tree, PyTree]:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
-        The error includes the rounding of the result to 16 bits.
+        If `x` has 16 bits, the error includes the rounding of the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
@@ -309,9 +309,9 @@ class ErrorFeedback:
 
 
 def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*lead message"]:
-    """Returns `x` as one message: `size` integers, then ceil(size / block_size) exponents.
+    """Returns `x` as one message of bytes: `size` integers, then ceil(size / block_size) exponents.
 
-    Each block of the last dim has one exponent.
+    The last dim is cut into blocks, and each block has one exponent.
     """
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
@@ -431,7 +431,8 @@ def _is_local(parts, axis_name):
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
 
-    `more` are trees like `x`, whose leaves are passed too.
+    Both are functions of a leaf. `more` are trees like `x`: the functions also get the same leaf of
+    each of these.
     """
     if block_size < 1:
         raise ValueError(

@@ -54,7 +54,7 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
 def all_gather_array(x, dim: int, routes, axis_name):
     """Returns all devices' slices, joined along `dim`."""
     n, parts = routes[0].n, len(routes)
-    # Each device keeps its own block and sends it: both must be the same bits.
+    # Each device keeps a copy of its own block and sends one: both must have the same bits.
     x = pin_bits(x)
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
