@@ -179,7 +179,11 @@ def dim_of(name: str, dim: int, rank: int) -> int:
 def check_divides(
     function: str, argument: str, shape: tuple[int, ...], dim: int, n: int, tiled: bool
 ) -> None:
-    """Raises `ValueError` if the dim cannot be split into n blocks: untiled, its size must be n."""
+    """Raises `ValueError` if dim `dim` of an array of this `shape` cannot be split into n blocks.
+
+    Its size must be a multiple of n if `tiled`, else n. `function` and `argument` are names for the
+    error.
+    """
     if tiled and shape[dim] % n:
         raise ValueError(
             f"{function}: dim {dim} ({argument}) of shape {shape} must be a multiple of {n}, the "

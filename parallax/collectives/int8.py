@@ -74,7 +74,7 @@ BLOCK = 32  # MXINT8's
 LARGEST = 127
 
 
-def _from_a_block_on(
+def _exact_below_a_block(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
@@ -135,7 +135,7 @@ def _nbytes(size, itemsize, block_size):
     return size + -(-size // block_size) * exponent
 
 
-@cost.priced(_from_a_block_on(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
+@cost.priced(_exact_below_a_block(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
@@ -164,7 +164,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
-@cost.priced(_from_a_block_on(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
+@cost.priced(_exact_below_a_block(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def quantized_reduce_scatter(
     x: Tree,
     axis_name: AxisName,
@@ -195,7 +195,7 @@ def quantized_reduce_scatter(
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
-@cost.priced(_from_a_block_on(_gathers, ring.all_gather), "quantized.all_gather")
+@cost.priced(_exact_below_a_block(_gathers, ring.all_gather), "quantized.all_gather")
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
@@ -336,7 +336,10 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
 def dequantize(
     message: Int8[Array, "*lead message"], size: int, dtype: jnp.dtype, block_size: int
 ) -> Float[Array, "*lead size"]:
-    """Returns the numbers of a message of `quantize`: integers times powers of two, or NaN."""
+    """Returns the `size` numbers of a message that `quantize` made.
+
+    They are integers times powers of two, or NaN in a block that was not finite.
+    """
     code = _code(dtype)
     # The first `size` bytes are the integers; the exponents, one per block, follow.
     exponents = message[..., size:]
@@ -392,8 +395,8 @@ def _slices(block_size):
 def _reduce(parts, axis_name, block_size):
     """Returns this device's part of the sum over devices, and the rounding errors of its terms.
 
-    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0: its exact
-    numbers are added.
+    Row j of `parts` is this device's term of part j. The shapes are `[n, size] -> [size],
+    [n, size]`. The errors of the own part are 0: its exact numbers are added.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.

@@ -113,8 +113,8 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     machines.
 
     n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
-    per device, on average, would leave it. With `halving` between many machines there are few
-    rounds. Its functions raise `ValueError` unless g divides n.
+    per device, on average, would leave it. If there are many machines, `between=halving` needs
+    fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:

@@ -206,9 +206,10 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns the tree `x`, each leaf typed as varying also where its leaf of `reference` varies.
+    """Returns the tree `x`, with each leaf also varying as the same leaf of `reference` varies.
 
-    "Where" means along the same mesh axes. A loop needs this for its first carry, whose type must be the type of the later carries.
+    That is, a leaf is typed as varying along all mesh axes of either leaf. A loop needs this for
+    its first carry, whose type must be the type of the later carries.
     """
     return jax.tree.map(lambda leaf, like: varying(leaf, varying_axes(like)), x, reference)
 
