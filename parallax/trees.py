@@ -115,7 +115,7 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     belongs, or None.
 
     Optimizers keep trees like the parameters, such as `0.mu.blocks.weight` for `blocks.weight`. So
-    the array's `path` ends with the parameter's path: of several such paths, with the longest.
+    the array's `path` ends with the parameter's path. If several paths fit, the longest is taken.
     """
     fitting = [
         i

@@ -178,7 +178,10 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined."""
+    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined.
+
+    `options` are its (name, value) pairs, which can be a key of the cache.
+    """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
         # XLA removes a message of no bytes, and a loop of no trips, so they cost nothing.

@@ -327,8 +327,8 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
 
 def _loop(length: int, hop, carry):
     """Returns the carry after `hop(trip, carry)` for each trip."""
-    # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and the device
-    # numbers that are computed from it too.
+    # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and so would
+    # the device numbers that are computed from it.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 

@@ -15,8 +15,8 @@ a term of the sum.
 | `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more gather of the operand |
 | `matmul_reduce_scatter` | n - 1 | (n - 1) S | one gather of the cotangent gives both |
 
-Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not
-across a loop's end, and a tensor axis has a few dozen devices at most.
+The hops are never a loop: XLA overlaps a product with messages in straight-line code, but not
+across the end of a loop. A tensor axis has a few dozen devices at most, so there are few hops.
 
 Source: Wang et al., Overlap communication with dependent computation via decomposition in large
 deep learning models (ASPLOS 2023).

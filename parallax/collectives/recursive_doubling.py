@@ -52,7 +52,7 @@ def _messages(size, n, itemsize):
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
     rounds = []
     for number, pairs in enumerate(hops):
-        # The last hop of a folded exchange hands out the result, and adds nothing.
+        # Unless n is a power of two, the last hop only hands out the result, and adds nothing.
         adds = not (is_folded and number == len(hops) - 1)
         # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)

@@ -105,7 +105,7 @@ def fit(
     for nbytes in sizes:
         size = nbytes // 4
         # (a function, the number of numbers that it takes, its options). A gather of `size // n`
-        # returns some `size` numbers; a tiled scatter needs a multiple of n.
+        # returns about `size` numbers; a tiled scatter needs a multiple of n.
         probes = [
             (send_next, size, {}),
             (ring.all_gather, size // n, {}),

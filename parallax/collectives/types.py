@@ -307,7 +307,10 @@ def _linear_type(x, *, forward, backward, name):
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns [the cotangent of `x`]: `backward(cotangent)`, whose own transpose is `forward`."""
+    """Returns a list of one: the cotangent of `x`, `backward(cotangent)`.
+
+    Its own transpose is `forward`. `x` is not read, since the function is linear.
+    """
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
