@@ -84,7 +84,7 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
 
     For the backward pass of a GELU, JAX keeps five or six arrays; here it keeps one, the argument.
     This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`;
-    an inner `jax.checkpoint` does not. The result has reverse-mode derivatives only.
+    a `jax.checkpoint` of `f` would not. The result has reverse-mode derivatives only.
 
     Args:
         f: a function of arrays, or of trees of arrays.
