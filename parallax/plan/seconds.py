@@ -69,7 +69,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     # The calls of `jax.lax` along each axis: kind, bytes of the operand, number of calls.
     calls: dict[str, list[tuple[str, int, int]]] = {}
     for message, times in trace.messages.items():
-        # `_LIKE` has the kinds of collectives of `jax.lax`.
+        # `_LIKE` has the kinds that are simulated: all-reduce, all-gather and reduce-scatter.
         if message.kind in _LIKE and len(message.axes) == 1:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
             calls.setdefault(message.axes[0], []).append(call)
