@@ -58,10 +58,10 @@ def search(
 
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts
     differ only in ZeRO's stage and in remat, only the fastest of those that fit is listed. A tensor
-    axis also splits the tokens if it can: the messages then have the same number of bytes, and a
-    device keeps fewer bytes. A pipeline splits the batch into microbatches of `choices.sequences`
-    sequences each. A schedule that defers the weights' gradients recomputes nothing. ZeRO splits
-    over all replicas, or within groups of them (HSDP).
+    axis also splits the tokens if it can: the messages have the same number of bytes as without
+    this split, and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
+    `choices.sequences` sequences each. A schedule that defers the weights' gradients recomputes
+    nothing. ZeRO splits over all replicas, or within groups of them (HSDP).
 
     Args:
         config: the model's sizes.

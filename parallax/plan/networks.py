@@ -198,7 +198,7 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of chips; else one that is near to a
         # cube, or to a square for the chips in `torus.FLAT`. Without a torus of the hardware, the
-        # product of its dims is 1.
+        # product of its dims is 1. `closed_dims` says whether each dim closes in a ring.
         is_slice = math.prod(hardware.torus) == devices > 1
         is_flat = hardware.name in torus.FLAT
         box = hardware.torus if is_slice else _box(devices, 2 if is_flat else 3)

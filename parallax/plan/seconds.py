@@ -94,8 +94,9 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
 
 
-# Collectives of `jax.lax`, which have no table. Along several axes at once they take the time of
-# halving, which among algorithms of equal bytes has the fewest rounds.
+# The collectives of `jax.lax` that reduce or gather. The program does not say which messages
+# they send. Along several axes at once they take the time of halving: of the algorithms that send
+# equally many bytes, it has the fewest rounds.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,
