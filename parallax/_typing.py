@@ -1,5 +1,5 @@
-"""Types of trees, devices and rules. Tests check them at run time; for type checkers they are
-`Any`."""
+"""Types of trees, devices and rules. Tests check them at run time. For type checkers, the types of
+trees and devices are `Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
-    Device: TypeAlias = Any  # JAX has no types for it
+    Device: TypeAlias = Any  # JAX has no types for devices
     PyTree: TypeAlias = Any
     Specs: TypeAlias = Any
 else:
     from jax import Device
     from jaxtyping import PyTree
 
-    Specs = PyTree[PartitionSpec | None]  # a spec for each array, None where a leaf is none
+    Specs = PyTree[PartitionSpec | None]  # a spec for each array, None for each other leaf
 
-Rule = Callable[
-    [str, Any], PartitionSpec | None
-]  # of a path and its leaf; None leaves it to another rule
+# From the path of a leaf and the leaf to its spec; None leaves the leaf to another rule
+Rule = Callable[[str, Any], PartitionSpec | None]
 
 __all__ = ["Device", "PyTree", "Rule", "Specs"]

@@ -82,7 +82,7 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
         has_weight = np.asarray(weights) != 0
-        # The first token has no weight of its own, and takes that of the second.
+        # The first token has no weight of its own, so it gets the weight of the second.
         has_weight = np.concatenate([has_weight[:, :1], has_weight], axis=1)
         # For each token: whether this token or any later one has a weight other than 0.
         is_needed = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]
@@ -99,7 +99,7 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
 def _known(array: Any) -> bool:
     """Returns whether the values of an array can be read here.
 
-    Values of a program that is being traced, and values on other processes, cannot be read. None
-    counts as known.
+    Values of a program that is being traced, and values on other processes, cannot be read. For
+    None (no array) the result is True.
     """
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)

@@ -121,8 +121,11 @@ class Hardware:
 
 
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
-    """Returns the record of a GPU: `memory` is in GB, `rate` and `full_rate` are in teraflops per
-    second, and `bandwidth`, `nvlink` and `network` in GB per second.
+    """Returns the record of a GPU.
+
+    `memory` is in GB, `rate` and `full_rate` are in 10^12 operations per second, and `bandwidth`,
+    `nvlink` and `network` are in GB per second. `nvlink` is the rate of all links of a device
+    inside a machine, and `network` is its rate between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.
@@ -134,10 +137,12 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
 
 
 def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware:
-    """Returns the record of a TPU: memory in GB of 2**30 bytes, the rate in teraflops per second.
+    """Returns the record of a TPU chip.
 
-    `bandwidth`, `link` and `network` are in GB per second, and `clock` is in GHz. `chips` is the
-    number of chips of the largest slice.
+    `memory` is in GB of 2^30 bytes, `rate` is in 10^12 operations per second, `bandwidth`, `link`
+    and `network` are in GB per second, and `clock` is in GHz. `chips` is the number of chips of the
+    largest slice. `link` is the rate of one link between neighbours, and `network` is the rate of a
+    chip between slices.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies.
@@ -180,13 +185,13 @@ def named(name: str) -> Hardware:
     links are counted.
 
     Raises:
-        ValueError: the chip is not known, or the sizes of the torus are no numbers.
+        ValueError: the chip is not known, or the sizes of the torus are not whole numbers.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
     torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
-    # `torus` leaves out sizes that are no numbers; then its text differs from `sizes`.
+    # `torus` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "

@@ -1,11 +1,15 @@
-"""Reads traced programs: jaxprs inside equations, the parts of loops, and facts about values.
+"""Reads traced programs (jaxprs), and follows facts about their values from equation to equation.
 
-An atom is an operand of an equation, a variable or a literal; its `aval` is its type. An array
+An atom is an operand of an equation: a variable or a literal. Its `aval` is its type. An array
 differs along a mesh axis if its type says that it varies over the devices of that axis.
-`inner(eqn)` are the jaxprs that an equation holds. A fact about a value is any object; `Following`
-carries facts from the operands of equations to the results. `|` joins the facts about two values of
-which one is chosen, `met` the facts about operands that are combined. A `Reach` has three masks
-with a bit for each argument: `at_all`, `alone`, `met`.
+`inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
+
+A fact about a value is any object. `Following` computes the facts about an equation's results from
+those about its operands. A value that is one of two has the facts `first | second`; a value that is
+computed from several operands has the facts `met(operands)`. One kind of fact is a `Reach`: the
+arguments of the program that a value depends on. It is three masks with a bit for each argument:
+`at_all` (in any way), `alone` (in a way without a collective), and `met` (combined with data before
+any collective).
 """
 
 import functools
@@ -78,7 +82,7 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
     The order is as in `inner`.
     """
-    values = [
+    values = [  # a parameter may be a tuple of jaxprs, as the branches of a `cond` are
         item
         for value in params.values()
         for item in (value if isinstance(value, tuple) else (value,))
@@ -87,11 +91,12 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the only jaxpr of an equation, if the jaxpr takes and returns as many values as the
-    equation does; else None.
+    """Returns the jaxpr that an equation calls, as those of `jit` and `checkpoint` do; None if it
+    calls none.
 
-    The equations of `jit` and `checkpoint` have such a jaxpr. Only the numbers are compared, so the
-    body of a `scan` passes too. Callers that must exclude it test the primitive's name first.
+    It is the equation's only jaxpr, with as many arguments and results as the equation has operands
+    and results. Only their numbers are compared, so the body of a `scan` is returned too. Callers
+    that must exclude it test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -146,7 +151,7 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
         else inner(eqn)
     )
     if not bodies and eqn.primitive.name in COLLECTIVES:
-        # The parameter with the axes has another name for each kind of collective.
+        # The parameter with the axes is called `axes` or `axis_name`, as JAX's collectives differ.
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         return frozenset(names if isinstance(names, tuple | list) else (names,))
     return frozenset().union(*(sent_over(inside) for body in bodies for inside in body.eqns))
@@ -187,6 +192,9 @@ class Uses(NamedTuple):
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
     """Returns, for each result of a program, its dependence on the arguments.
 
+    A `Uses` has two bools for each argument: whether the result depends on it (`reached`), and
+    whether it is combined with data before any collective (`unsent`).
+
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
     a ring that is written by hand, each device first uses its own block, and then sends it on.
@@ -197,7 +205,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         data: for each argument, whether it is data, as opposed to a weight.
     """
     count = len(opened(closed).invars)
-    # Bit i of a mask stands for argument i, and the bit after the last for constants that differ.
+    # Bit i of a mask stands for argument i. The bit after the last argument stands for the
+    # constants that differ between devices.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
@@ -213,8 +222,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. The facts about two values are joined
-    by `|`.
+    Subclasses choose the type of a fact, and define `plain`. A value that is one of two, such as
+    the result of a `cond`, has the facts `first | second`.
 
     Attributes:
         unknown: the fact about a value of which nothing is known.
@@ -285,7 +294,8 @@ class Following:
             return [self.met([*trips, carry]) for carry in carries]
         if called(eqn) is not None:
             return self.run(closed(eqn.params)[0], operands)
-        # A collective of several arrays computes each result from one of them.
+        # A collective or a barrier of several arrays computes each result from the operand at the
+        # same place.
         is_by_operand = name in COLLECTIVES or name == "optimization_barrier"
         if is_by_operand and len(operands) == len(eqn.outvars):
             return [
@@ -345,7 +355,8 @@ class _Ways(FollowingAlong):
     """Propagates the dependence on arguments, for `uses`: a fact is a `Reach`.
 
     Attributes:
-        data: a mask of the arguments that are data, and of the constants that differ.
+        data: a mask of the arguments that are data, and of the constants that differ between
+            devices.
         of_constants: the dependence of a constant that differs between devices.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
@@ -353,8 +364,9 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int):
-        """Begins with no argument passed on. `of_constants` is the mask with the bit that stands
-        for constants that differ; they count as data."""
+        """Begins with no argument passed on. `data` is the mask of the arguments that are data.
+        `of_constants` is the mask with the bit for constants that differ between devices; they
+        count as data too."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.passed_on = 0
@@ -367,8 +379,8 @@ class _Ways(FollowingAlong):
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
-        # A collective joins the value with the parts of other devices: from here on it depends on
-        # no argument alone (`alone` and `met` are empty).
+        # A collective joins the value with the parts of other devices. Its result depends on no
+        # argument without a collective, so `alone` and `met` are empty.
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone
@@ -377,7 +389,7 @@ class _Ways(FollowingAlong):
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
         # A value that is the same on all devices, such as the condition of `cpu.sequence_after`,
-        # cannot hold one device's share alone.
+        # cannot depend on one device's share alone.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
@@ -400,8 +412,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
     The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
-    and 0.12 have different names for these numbers, so the ranks give them: a slice has one dim
-    fewer than the array that it is cut from or stacked into.
+    and 0.12 have different names for these numbers, so they are computed from ranks: a slice has
+    one dim fewer than the array that it is cut from or stacked into.
     """
     body = inner(eqn)[0]
 
@@ -448,11 +460,11 @@ def is_float(aval: Any) -> bool:
 
 
 def counted_scope(name: str, *, runs: int, rounds: int) -> str:
-    """Returns a name for the `jax.named_scope` of a loop that runs once or not at all in each
-    iteration of an enclosing loop.
+    """Returns a name such as "head.3_of_8" for the `jax.named_scope` of a loop that runs once or
+    not at all in each iteration of an enclosing loop.
 
     The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
-    which of them, so the compiled program does not show the number `runs`. Code that reads such
-    programs finds it in this name (`COUNTED`).
+    which iterations it runs, so the compiled program does not show the number `runs`. Code that
+    reads compiled programs finds the number in this name, by the pattern `COUNTED`.
     """
     return f"{name}.{runs}_of_{rounds}"

@@ -95,7 +95,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     with a bound, such as `grads.clipped`.
 
     Raises:
-        ValueError: `grad` is `grads.clipped`.
+        ValueError: `grad` was made by `grads.clipped`.
     """
 
     def divided(leaf):

@@ -1,8 +1,8 @@
-"""The record of a model's values: whether one is made, and the layer and microbatch of a trace.
+"""Whether a record of a model's values is made, and the layer and microbatch that are traced now.
 
-The module `taps` reports the values; a *tap* is a place in the model that reports one. A loop over
-layers or microbatches sets the number of the layer or microbatch by `at`, and needs only this file.
-While no record is made, this file adds nothing to a program.
+The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
+over layers or microbatches sets the number of the layer or microbatch, by `at`, while it traces the
+model. The loop needs only this file. While no record is made, this file adds nothing to a program.
 """
 
 import contextlib
@@ -30,9 +30,10 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` of the taps in a `with` block: integers, or arrays.
+    """Sets the `layer` or the `microbatch` that taps in the `with` block report with their values.
 
-    None keeps the number that an enclosing `at` has set. Nothing is set while no record is made.
+    The numbers are integers or arrays. None keeps the number that an enclosing `at` has set.
+    Nothing is set while no record is made.
     """
     if not is_on():
         yield

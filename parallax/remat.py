@@ -31,7 +31,7 @@ GATHERED = "gathered"
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `remat`, a function of this module, for a block that runs in a loop.
+    """Returns `remat`, a function of this module, without its barrier, for a block in a loop.
 
     `jax.checkpoint` puts a barrier around the kept results. Without the barrier, XLA would reuse
     results of the forward pass instead of recomputing them. If the forward and the backward pass
@@ -82,9 +82,9 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `f` with a backward pass that keeps only the arguments of `f`, and computes the rest
     again.
 
-    JAX keeps five or six arrays for a GELU; of its argument alone, it keeps one. Unlike
-    `jax.checkpoint`, this holds inside another `jax.checkpoint` whose policy keeps results, as that
-    of `gathers` does. The result has reverse-mode derivatives only.
+    For the backward pass of a GELU, JAX keeps five or six arrays; here it keeps one, the argument.
+    This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`;
+    a `jax.checkpoint` of `f` would not. The result has reverse-mode derivatives only.
 
     Args:
         f: a function of arrays, or of trees of arrays.
@@ -96,7 +96,7 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
         return f(*arguments)
 
     def forward(*arguments):
-        """Returns the result, and what the backward pass gets."""
+        """Returns the result, and the values that are kept for the backward pass."""
         return f(*arguments), arguments
 
     def backward(arguments, cotangent):

@@ -27,7 +27,8 @@ class Split(NamedTuple):
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
 
-    `axis` may be several axes. `specs` are the specs by dotted path; a leaf without one is whole.
+    `axis` may be several axes. `specs` maps the dotted path of a leaf to its spec; a leaf that it
+    lacks is whole, and has no splits.
 
     Raises:
         ValueError: a dim is split over `axis` and, inside that, over another axis.
@@ -66,7 +67,7 @@ def take(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def gather(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns the whole leaf, declared the same on all devices: `A[I_X] -> A[I]`."""
+    """Returns the whole leaf, typed as equal on all devices, from its shards: `A[I_X] -> A[I]`."""
     for dim, axis in splits:
         # Each device gathers the same blocks in the same order, so the results are equal bit for
         # bit.

@@ -1,4 +1,4 @@
-"""The lines and files of functions from which the equations of a program were traced.
+"""Finds the line, or the file, of the function from which an equation of a program was traced.
 
 `frames(eqn)` are the calls that made an equation, the innermost first.
 """
@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax.jaxprs import frames
 
-# Folders that tell whether a line is of the user, of this library, of another, or of Python.
+# Folders that tell whether a line belongs to this library, to another, to Python, or to the user.
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _LINT, _COLLECTIVES = (os.path.join(_PACKAGE, name) + os.sep for name in ("lint", "collectives"))
 _LIBRARIES = tuple(
@@ -37,7 +37,7 @@ def source(eqn: JaxprEqn) -> str:
     library_line = UNKNOWN
     for frame in frames(eqn):
         name = frame.file_name
-        # The lint traced the program: the calls around it only called the lint.
+        # The lint itself traced the program. The calls further out only lead to the lint.
         if name.startswith(_LINT):
             break
         line = f"{name}:{frame.line_num}"
@@ -50,9 +50,8 @@ def source(eqn: JaxprEqn) -> str:
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """Returns the file of the innermost function outside JAX and Python that made an equation.
-
-    Python means its standard library here. Returns "" if there is no such file.
+    """Returns the file of the innermost function that made an equation and that belongs neither to
+    JAX nor to Python's standard library. Returns "" if there is no such file.
     """
     for frame in frames(eqn):
         name = frame.file_name
@@ -80,7 +79,8 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
 
 @functools.cache
 def _is_callers(file_name: str) -> bool:
-    """Returns whether a file is the user's: neither ours, nor of a library, nor of Python."""
+    """Returns whether a file is the user's: part neither of a library (this one included) nor of
+    Python."""
     # Frozen modules and functions made by beartype have names such as "<frozen ...>". Lines typed
     # into a prompt ("<stdin>", "<ipython...") are the user's.
     if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):

@@ -7,7 +7,7 @@ through that box is the ring of the axis: out along one side, and back through a
 cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
 the mesh is taken. A *laying* is an order of a dim's pieces along the dim, and a *line* is a laying
 as an array. A *path* is the order in which the ring of an axis visits the points of its box.
-`metrics[dim]` has the links between each two places of a dim.
+`metrics[dim]` has the number of links between each two places of a dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -49,9 +49,9 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
     Other devices keep the order given. For GPUs this order is machine by machine, so the last axes
-    stay inside a machine. Devices of several slices are taken slice by slice, so that the first
-    axes cross the network. TPUs are not placed by coordinates if these fill no box, or if the axes
-    cannot be split between the slices.
+    stay inside a machine. A slice is a group of TPUs on one torus. Devices of several slices are
+    taken slice by slice, so that the first axes cross the network. TPUs are not placed by their
+    coordinates if these fill no box, or if the axes cannot be split between the slices.
 
     Args:
         devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
@@ -66,7 +66,7 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
     # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
-    # Not the order of the coordinates: slice by slice, in the given order inside each slice.
+    # Such devices are not placed by coordinates. They stay slice by slice, in the order given.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
@@ -78,10 +78,10 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis, the factor of its size that runs over slices, the first axes first.
+    """Returns, for each axis, the factor of its size that runs over slices, not inside a slice.
 
-    The product of the factors is `count`, the number of slices, or a divisor of it if the axes have
-    no such factors.
+    The first axes get the largest factors that are possible. The product of all factors is `count`,
+    the number of slices, or a divisor of it if the axes have no such factors.
     """
     factors = []
     for size in sizes:
@@ -253,14 +253,16 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
 
     The array gives the place along the dim of each combination of digits; a digit is an axis's
-    coordinate in its piece. Any axis may be the innermost. Every second inner stretch may run
-    backward, so that the end of a stretch is next to the beginning of another.
+    coordinate in its piece. Any axis may be the innermost. The places of the inner axes for one
+    digit of an outer axis are a stretch. Every second stretch may run backward. With two axes, the
+    end of a stretch and the beginning of the next then have the same inner digit, so the outer axis
+    goes from one to the other by a hop of one link.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
     # With four axes or more, only one order is tried: there would be too many.
     for order in itertools.permutations(axes) if len(axes) < 4 else [tuple(axes)]:
-        # With one axis there is no inner stretch to run backward.
+        # With one axis there is no inner stretch that could run backward.
         for fold in (False, True)[: max(1, min(2, len(axes)))]:
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
@@ -276,7 +278,7 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the sides of the box of an axis: its pieces, without those of size 1."""
+    """Returns the sides of an axis's box: the axis's piece of each dim, without those of size 1."""
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
 
@@ -288,7 +290,7 @@ def _costs(
     The array is [paths, layings of dim 0, layings of dim 1, ...].
 
     Args:
-        axis: the axis.
+        axis: the index of the axis.
         cut: the pieces of each dim.
         lines: for each dim, its layings: the result of `_lines`.
         metrics: for each dim, the links between each two places.
@@ -318,10 +320,11 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns the shares of a path's steps that go from coordinate i to j: [paths, sides, i, j].
+    """Returns, for each path, the shares of its steps that go from coordinate i to j of a side.
 
-    A step that moves along another side goes from i to i. The sum of these shares, times the links
-    between i and j, is the mean number of links of a hop. All sides are padded to the longest.
+    The array is [paths, sides, i, j], padded to the longest side. A step that moves along another
+    side goes from i to i. The sum of the shares, each times the links between i and j, is the mean
+    number of links of a hop.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -337,8 +340,8 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     """Returns paths that visit each point of a box once, each an array [points, sides].
 
-    The ring of an axis follows a path, and goes from its last point back to the first. For each
-    order of the sides there are one or two paths.
+    `sides` are the lengths of the box. The ring of an axis follows a path, and goes from its last
+    point back to the first. For each order of the sides there are one or two paths.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
@@ -360,7 +363,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
                 for point in (line[1:], line[:0:-1])[i % 2]
             ]
             paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
-        # From this path's order of the sides back to the order of `sides`.
+        # `[:, inverse]` puts the columns of a path, one per side, back into the order of `sides`.
         inverse = np.argsort(order).astype(int)
         for path in paths_in_order:
             paths.append(np.array(path, int).reshape(len(path), len(sides))[:, inverse])
@@ -368,9 +371,9 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns all points of a box in an order in which each is one step from the one before.
+    """Returns all points of a box in an order in which each point is one step from the one before.
 
-    Every second line runs backward.
+    `sides` are the lengths of the box. Every second line runs backward, so that no step is longer.
     """
     points: list[tuple[int, ...]] = [()]
     for size in sides:

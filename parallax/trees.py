@@ -19,8 +19,8 @@ class DiskForm(NamedTuple):
     """The form in which a state is stored, for `run.checkpoint.Checkpoints`.
 
     Attributes:
-        to_disk: from a state to the form that all layouts share; it uses only `jax.numpy` on the
-            arrays, since it is compiled.
+        to_disk: turns a state into the form that all layouts (splits over devices) share. It uses
+            only `jax.numpy` on the arrays, since it is compiled.
         from_disk: the inverse of `to_disk`.
     """
 
@@ -37,7 +37,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf can be trained: an array of real or complex floats, or its shape."""
+    """Returns whether a leaf can be trained: an array, or a shape, of real or complex floats."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -80,9 +80,10 @@ def twice(paths: Sequence[str]) -> list[str]:
 
 
 class SpecsByPath(dict[str, PartitionSpec]):
-    """A dict of specs by path that is also a rule: it gives None to any other path.
+    """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    It may be empty, also in a list of rules.
+    For a path that is not in the dict it returns None. Most rules must place at least one leaf; an
+    empty dict need not.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
@@ -94,8 +95,8 @@ class SpecsByPath(dict[str, PartitionSpec]):
 
 
 # The axes over which one spec splits several leaves with different numbers of rows. `mesh.spmd`
-# sets this value while it traces, and `grads` refuses such a batch: the types of the arrays do not
-# show their specs.
+# sets this value while it traces, since the types of the arrays do not show their specs. `grads`
+# reads it, and refuses a batch that is split so.
 UNEVEN_AXES = jax.make_user_context(frozenset())
 
 
@@ -114,7 +115,7 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     belongs, or None.
 
     Optimizers keep trees like the parameters, such as `0.mu.blocks.weight` for `blocks.weight`. So
-    the array's `path` ends with the parameter's path: of several such paths, with the longest.
+    the array's `path` ends with the parameter's path. If several paths fit, the longest is taken.
     """
     fitting = [
         i

@@ -5,9 +5,9 @@ All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
 by one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
-with its value. A `Wording` is the caller's: it turns values and changes into text (`value`,
-`change`), and says which sizes the caller cannot change (`fixed`) and which changes pass its other
-checks (`accepts`).
+with its value. The caller gives a `Wording`, which turns values and changes into text (`value`,
+`change`). It also says which sizes the caller cannot change (`fixed`), and which changes pass the
+caller's other checks (`accepts`).
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -89,7 +89,7 @@ def as_text(fields: Fields) -> str:
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
-# The values and changes of the three wordings below
+# Functions that write values and changes as text, for the three wordings below
 
 
 def _python_value(name: str, value: Any) -> str:
@@ -134,10 +134,11 @@ def refusal(
             batch and tokens, and perhaps experts, devices and processes.
         wording: the form of the message.
         written: the fields that the caller wrote, by name; the others have their defaults.
-        misread: the sentence for a fault of the caller's text, which is already mended in `fields`.
+        misread: the sentence for a mistake in the text that the caller wrote, or "". The `fields`
+            were read from this text with the mistake corrected.
     """
     sizes = _with_experts(sizes)
-    # A fault of the text comes first. Its cure changes nothing, since `fields` are mended already.
+    # A mistake in the text comes first. Its cure changes nothing, since `fields` are right already.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -175,8 +176,8 @@ def repaired(
     sizes = _with_experts(sizes)
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
-    # A cure may cause another fault: more stages need more microbatches. The number is limited,
-    # since two cures could undo each other forever.
+    # A cure may cause another fault: more stages may need more microbatches. The number of cures is
+    # limited, since two cures could undo each other forever.
     for _ in range(MOST_REPAIRS):
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
@@ -265,8 +266,8 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _choices(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica, and
-    those of `_pipeline_choices`."""
+    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica. The
+    choices about pipelines come last."""
     shards_state = fields["zero"] > 0
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
@@ -289,7 +290,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
     """Yields a fault for each choice about pipelines that has nothing to act on, or that another
-    choice excludes; and for microbatches that chunks cannot take."""
+    choice excludes. With several chunks per stage (`chunks`), also yields one if the microbatches
+    are not a multiple of the stages."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -341,7 +343,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         if name in sizes and sizes[name] % t:
             needed = f"Layout: {what} ({{{name}}}) must be a multiple of {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
-            # The third field is the note that follows the cure in the message.
+            # The third argument is the note that follows the cure in the message.
             yield Fault(needed, (cure,), ", which divides it")
     if "layers" in sizes and sizes["layers"] % (P * v):
         fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}
@@ -351,8 +353,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         )
     if "rows" in sizes and sizes["rows"] % (P * t):
         padded = _multiples("rows", sizes["rows"], P * t)[0]  # the multiple above
-        # The other cure is axes that fit: a tensor axis that also divides heads and hidden units,
-        # and then a number of stages that divides the remaining rows, and the layers.
+        # The second cure is axes that fit: a tensor axis that divides the rows, the heads and the
+        # hidden units, and then a number of stages that divides the remaining rows and the layers.
         smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
         fewer_stages = closest_divisor(
             math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
@@ -459,8 +461,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns sizes of the axes whose product is the machine's devices: the other axes stay, and
     `data` is the quotient.
 
-    If the product of the others does not divide the devices, each becomes the closest divisor that
-    the model can be split by.
+    If the product of the other axes does not divide the devices, each of them becomes the closest
+    divisor by which the model can be split.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -493,7 +495,7 @@ def closest_divisor(number: int, size: int) -> int:
     smaller."""
     # No divisor is larger than the number itself.
     size = min(number, size)
-    # The distance grows, and the smaller number is tried first.
+    # The closest numbers are tried first; at each distance, the smaller number.
     for distance in range(size):
         for near in (size - distance, size + distance):
             if number % near == 0:
@@ -533,7 +535,7 @@ def _meant(value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")
     number = text.removesuffix(".0")
-    # Longer numbers are above every bound.
+    # A longer number is above every bound, so it is no clue either.
     if isinstance(default, int) and number.isdecimal() and len(number) < 10:
         return int(number)
     return default

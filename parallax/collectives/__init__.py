@@ -1,10 +1,11 @@
 """Collectives written as tables of hops: drop-in replacements for `jax.lax`'s.
 
-The tables can be read, counted, composed and priced. The collectives can be differentiated.
+A hop is one message from each device to another. A table can be read, combined with other tables,
+and used to compute the cost of its collective. The collectives can be differentiated.
 
-Algorithms are values: `ring.all_reduce(x, "data")` for `lax.psum(x, "data")`, and `ring("data")`
-for all functions that take an axis. The module `tuning` measures links, and must be imported
-explicitly: `from parallax.collectives import tuning`.
+Algorithms are values. Call `ring.all_reduce(x, "data")` in place of `lax.psum(x, "data")`, and pass
+`ring("data")` to a function that takes an axis. The module `tuning` measures links, and must be
+imported explicitly: `from parallax.collectives import tuning`.
 
 Each file is imported when one of its names is first used. So a layer that takes an axis does not
 import all algorithms.
@@ -43,7 +44,7 @@ _FILE_OF = {
     "send_next": "permute",
     "bucketed": "buckets",
     "doubling": "recursive_doubling",
-}  # all other names are of `tables`
+}  # all other names are in the file `tables`
 
 __all__ = [
     "Algorithm",
@@ -82,8 +83,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Returns the file or the object of this name, and imports its file if this is the first use.
 
-    `_FILES` are the names that are files of this package. `_FILE_OF` has the file of an object; an
-    object that is not in it is in the file `tables`.
+    Python calls it for a name that this package does not have yet. `_FILES` lists the names that
+    are files of the package. `_FILE_OF` maps the name of an object to its file; all other objects
+    are in the file `tables`.
     """
     if name not in __all__:
         raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
@@ -93,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the names for `dir`, with those whose file is not imported yet."""
+    """Returns the names for `dir`, including those whose file is not imported yet."""
     return sorted([*globals(), *__all__])

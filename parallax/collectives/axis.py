@@ -26,7 +26,7 @@ from parallax.collectives import types
 from parallax.collectives.types import AxisName, axes
 
 Tree = TypeVar("Tree", bound=PyTree)
-Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options) of a tree, as in `lax`
+Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options), x a tree, as in `lax`
 
 
 def _no_table(*sizes: int) -> NoReturn:
@@ -52,7 +52,8 @@ class Algorithm:
         reduce_scatter: the twin of `lax.psum_scatter`.
         all_gather: the twin of `lax.all_gather`.
         all_to_all: the twin of `lax.all_to_all`, which is the default.
-        table: gives the `Route`, or several side by side, for a number of devices.
+        table: returns the table (a `Route`, in route.py) for a number of devices, or several tables
+            that run side by side.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Algorithm:
 def refused(algorithm: str, collective: str, instead: str) -> Callable[..., NoReturn]:
     """Returns a function that raises `ValueError`: `algorithm` has no such collective.
 
-    The arguments are words for the error; `instead` names what to use.
+    The arguments are words of the error's message; `instead` names the replacement.
     """
 
     def refuse(*arguments: Any, **options: Any) -> NoReturn:

@@ -22,8 +22,8 @@ from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import reduction_state, varying, varying_axes
 
-# A ring of 8 devices sends 128 kB of such a bucket per hop. That takes 3 us at 45 GB/s, and the
-# latency of a hop is 1 us.
+# A ring of 8 devices sends 128 kB of a bucket of this size per hop. That takes 3 us at 45 GB/s, and
+# the latency of a hop is 1 us.
 NBYTES = 2**20
 
 
@@ -34,13 +34,13 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     grads.averaged(grad, bucketed(ring("data")))
     ```
 
-    The values equal those of `all_reduce` leaf by leaf, if the algorithm rounds the sum of a number
-    alike wherever the number stands in its array. Types and gradients are the same too. A bucket
-    holds leaves of one dtype that vary along the same axes, in the order of the tree, up to
-    `nbytes`. An unreduced or reduced leaf has its own bucket, and so has a leaf of `nbytes` or
-    more. A bucket is padded to a multiple of the number of devices, so that a ring need not copy it
-    again. With `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart
-    from the gradients: its magnitude would spoil their accuracy.
+    The values equal those of an `all_reduce` of each leaf, if the algorithm rounds a number's sum
+    in the same way at any place in an array. Types and gradients are the same too. A bucket holds
+    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. An
+    unreduced or reduced leaf has its own bucket, and so has a leaf of `nbytes` or more. A bucket is
+    padded to a multiple of the number of devices, so that a ring need not copy it again. With
+    `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart from the
+    gradients: its magnitude would spoil their accuracy.
 
     Args:
         axis: the axis, or its name. Its other collectives stay as they are.

@@ -86,9 +86,9 @@ class Cost(NamedTuple):
     Attributes:
         hops: the rounds of messages, one after another.
         bytes: the bytes over the busiest link: the largest message of each round, summed.
-        sent: the bytes that a device sends over all its links: the results of the program's
-            permutes.
-        messages: the messages that a device sends: the program's permutes, in all trips of loops.
+        sent: the bytes that a device sends over all its links: those of the program's permutes.
+        messages: the messages that a device sends: the number of the program's permutes. A permute
+            in a loop counts once per trip, here and in `sent`.
         reduced: the received bytes that a device adds to its own.
         chain: the longest chain of messages in which each depends on the one before. It is below
             `hops` if some rounds do not depend on the round before.
@@ -145,7 +145,7 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of a tree whose leaves (or buckets) of `sizes` bytes are sent in turn.
+    """Returns the cost of leaves (or buckets) of `sizes` bytes, sent one after another.
 
     Raises the errors of `of`.
     """
@@ -157,7 +157,7 @@ def rounds(
     collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
 ) -> Sequence[Round]:
     """Returns the rounds of a call of `collective`, with the arguments and errors of `of`."""
-    # Of two nested partials, the options of the outer one count.
+    # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
     while isinstance(function, functools.partial):
         function, options = function.func, function.keywords | options
@@ -178,7 +178,10 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined."""
+    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined.
+
+    `options` are its (name, value) pairs, which can be a key of the cache.
+    """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
         # XLA removes a message of no bytes, and a loop of no trips, so they cost nothing.
@@ -205,7 +208,7 @@ def describe(collective: Callable[..., Any]) -> str:
 
 
 def total(rounds: Iterable[Round]) -> Cost:
-    """Returns the cost of the rounds, one after another, each with one message or more."""
+    """Returns the cost of `rounds`, one after another; each has at least one message."""
     cost = np.zeros(len(Cost._fields), object)  # of Python's integers, which do not overflow
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]

@@ -4,9 +4,9 @@
 backend may run operations that follow a loop while the loop still runs, if they do not use the
 loop's results. A collective after the loop can then meet a collective of the loop in the same
 rendezvous. The process aborts: "Id can't be larger than the number of participating threads". No
-issue of XLA is known for this fault. It is rare: pipelined steps on more devices than cores have
-shown it. The program below has such a pair of collectives, but 400 runs of it did not abort.
-`compiled.hlo.unordered` finds such pairs in a compiled program.
+XLA issue that reports this fault is known. The fault is rare: pipelined steps on more devices than
+cores have shown it. The program below has such a pair of collectives, but 400 runs of it did not
+abort. `compiled.hlo.unordered` finds such pairs in a compiled program.
 
     def body(x):
         looped = lax.fori_loop(0, 8, lambda _, y: lax.ppermute(jnp.tanh(y @ y), "i", ring), x)
@@ -49,9 +49,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
-    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced: JAX
-    cannot index those, and `_selected` indexes its arrays."""
-    # Random keys have an extended dtype.
+    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    # Random keys have an extended dtype: `_selected` cannot convert them to numbers.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     # `_selected` indexes its arrays, and JAX does not index unreduced or reduced ones.
@@ -59,9 +58,10 @@ def _can_wait(leaf) -> bool:
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
-    """Returns `x`, selected by a condition that is always true, which no compiler can prove.
+    """Returns the arrays `x`, each selected by a condition that is computed from `after`.
 
-    An optimization barrier would not do: the CPU's compiler removes it.
+    The condition is always true, but no compiler can prove that, so `x` waits for `after`. An
+    optimization barrier would not help: the CPU's compiler removes it.
     """
     # One number of each array that is waited for makes the condition depend on it.
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
@@ -74,7 +74,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that XLA does not know to equal `leaf`, or it would drop the `where`."""
+        """Returns a value that, for XLA, may differ from `leaf`: else it would drop the `where`."""
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
         return jnp.zeros((), leaf.dtype) if is_float else ~leaf

@@ -79,13 +79,13 @@ def all_gather_leaf(
     if not axes(axis_name):  # without an axis, `lax` adds no dim even if not tiled
         return x
     dim = dim_of("axis", axis, x.ndim + (not tiled))  # untiled, the result has a dim more
-    # A hop gives zeros to a device that receives nothing, and its transpose adds: random keys allow
-    # neither. So the numbers of the keys are sent. They are an array with further dims at the end,
-    # so `dim` stays the same.
+    # A hop gives zeros to a device that receives nothing, and the transpose of a hop adds. Random
+    # keys have no zeros and cannot be added, so the numbers of the keys are sent. They are an array
+    # with further dims at the end, so `dim` stays the same.
     if is_key(x):
         numbers = all_gather_leaf(jax.random.key_data(x), axis_name, slices, dim, tiled, to)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
-    length = x.shape[dim] if tiled else 1  # of this device's block in the result
+    length = x.shape[dim] if tiled else 1  # of this device's block
 
     def forward(x):
         return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
@@ -179,7 +179,11 @@ def dim_of(name: str, dim: int, rank: int) -> int:
 def check_divides(
     function: str, argument: str, shape: tuple[int, ...], dim: int, n: int, tiled: bool
 ) -> None:
-    """Raises `ValueError` if the dim cannot be split into n blocks: untiled, its size must be n."""
+    """Raises `ValueError` if dim `dim` of an array of this `shape` cannot be split into n blocks.
+
+    Its size must be a multiple of n if `tiled`, else n. `function` and `argument` are names for the
+    error.
+    """
     if tiled and shape[dim] % n:
         raise ValueError(
             f"{function}: dim {dim} ({argument}) of shape {shape} must be a multiple of {n}, the "

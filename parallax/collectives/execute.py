@@ -34,7 +34,8 @@ from parallax.collectives.types import AxisName, axis_index, axis_size, varying,
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-# Blocks of a message are joined up to this size in bytes: a larger one is sent sooner than copied.
+# The blocks of a message are joined into one array if each has at most this many bytes. Joining
+# copies them; for a larger block the copy would take longer than a permute of its own.
 JOINED = 2**16
 # Chains are written out up to this number of hops. The compile time of a loop does not grow.
 UNROLLED = 8
@@ -52,15 +53,15 @@ def scatter(
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `(table, j)` returns this device's term of device j's block, in the share of
-            `routes[table]`.
+        term: `term(table, j)` returns this device's term of device j's block: the share of the
+            block that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: the most hops of a chain that is not a loop; `UNROLLED` by default.
+        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
-    # The partial sums of each table by offset. If none is there, none has arrived: the partial sum
-    # is only this device's term.
+    # For each table, the partial sums that have arrived, by offset. If an offset is missing, no sum
+    # has arrived there: its partial sum is only this device's term.
     sums: list[dict[Point, Any]] = [{} for _ in routes]
 
     def take(table, offset):
@@ -94,18 +95,19 @@ def gather(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> Any:
-    """Returns `result` after `write(result, table, j, block)` of every device j's block.
+    """Returns the result of `write(result, table, j, block)` for every device j's block in turn.
 
     The device's own block is written first, then the other devices' blocks as they arrive.
 
     Args:
         routes: the tables, all with the same number of rounds, which run backwards.
         blocks: the shares of this device's block, one for each table.
-        write: `(result, table, j, block)` returns `result` with this block; shapes and types stay.
-        result: the value at the beginning.
+        write: `write(result, table, j, block)` returns `result` with `block`, the share of device
+            j's block that `routes[table]` carries. It must keep the shapes and types of `result`.
+        result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: the most hops of a chain that is not a loop; `UNROLLED` by default.
+        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
     # For each table, the blocks that this device has, by the offset of their owners.
@@ -133,8 +135,8 @@ def gather(
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    In each round of a chain but the first, a table sends on exactly the blocks that just arrived,
-    or sends nothing in the whole chain. At any other round a new chain begins.
+    In each round of a chain after the first, a table sends on exactly the blocks that just arrived.
+    Or it sends nothing in the whole chain. At any other round a new chain begins.
     """
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
@@ -144,9 +146,9 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether a round sends on, by the same step, the blocks of the round before.
+    """Returns whether round `number` sends on, by the same step, the blocks of the round before.
 
-    Each of the two rounds must have one step. Two rounds that send nothing count too.
+    Each of the two rounds must have one step. The result is also True if both send nothing.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -158,9 +160,10 @@ def _hands_on(route: Route, number: int) -> bool:
 def _arrivals(
     routes, number: int, take, axis_name, dim: int, *, backwards: bool = False
 ) -> list[tuple[int, Point, Any]]:
-    """Sends a round, and returns the blocks that arrive: (table, offset, block).
+    """Sends round `number` of all tables, and returns the blocks that arrive.
 
-    `take(table, offset)` gives the block to send, which belongs to the device at that offset.
+    Each is (table, offset of its owner, block). `take(table, offset)` gives the block to send,
+    which belongs to the device at that offset. Small blocks are joined along `dim`.
     """
     arrivals = []
     for table, route in enumerate(routes):
@@ -178,7 +181,7 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop, one hop per trip, and updates `sums`.
+    """Runs a chain of a scatter as a loop, one hop per trip (iteration), and updates `sums`.
 
     After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
     `sums` are as in `scatter`.
@@ -186,11 +189,11 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function from the trip to the terms that this device adds to a table's message.
+        """Returns a function from a trip to the terms that this device adds to a table's message.
 
         The table's first message holds the partial sums for the devices at `offsets`. `sums` are
-        partial sums from earlier chains, by table and offset; `take` removes and
-        returns one of them, or returns this device's term if there is none.
+        partial sums from earlier chains, by table and offset. `take` removes and returns one of
+        them, or returns this device's term if there is none.
         """
         route = routes[table]
 
@@ -250,10 +253,10 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
     """Returns `result` after a chain of a gather, run backwards as a loop, and updates `copies`.
 
-    A trip is one hop: each table sends on the blocks that it just received, and the arriving blocks
-    are written. If rounds remain (those before the chain, since a gather runs backwards), they send
-    these blocks again, so all blocks are also kept in stacks: `[length, *block]` for each piece, an
-    array of a message.
+    A trip (iteration) is one hop: each table sends on the blocks that it just received, and the
+    arriving blocks are written. The rounds before the chain run after it, since a gather runs
+    backwards, and send these blocks again. So if there are such rounds, all blocks are also kept in
+    stacks: one `[length, *block]` for each array of a message.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -291,7 +294,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     def empty_stacks(message):
         return [empty_like(jnp.zeros, (length, *piece.shape), piece) for piece in message]
 
-    # "Trip -1" gives the blocks that the device sends first.
+    # The owners of "trip -1" are those of the blocks that the device sends first.
     first = {}
     for table, step, offsets in messages:
         owners = owners_after(-1, table, step, offsets)
@@ -313,7 +316,7 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
     """Returns (table, step, offsets of the chain's first round) for each table that sends in it.
 
     That is enough for the whole chain: in each later round a table sends, by the same step, the
-    blocks that just arrived, so their offsets are `offset_after` a hop more.
+    blocks that just arrived. Their offsets are the first ones after one hop more per round.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -324,8 +327,8 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
 
 def _loop(length: int, hop, carry):
     """Returns the carry after `hop(trip, carry)` for each trip."""
-    # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and the device
-    # numbers that are computed from it too.
+    # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and so would
+    # the device numbers that are computed from it.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 

@@ -50,10 +50,11 @@ def algorithm(
 
     Its functions work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on trees of any
     dtype and shape, with the same replication types and derivatives. They work along one axis or
-    several. For S bytes, padded to a multiple of n numbers, a device sends (n - 1)/n S in a
-    reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. The transpose of
-    an all-reduce is free. The functions raise `ValueError` if a leaf lacks the dim, if its
-    size is no multiple of n, or if the code does not run over the axis.
+    several. For an input of S bytes on each device, padded to a multiple of n numbers, a device
+    sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
+    all-reduce. The transpose of an all-reduce is free. The functions raise `ValueError` if a leaf
+    lacks the dim, if the dim's size is no multiple of n, or if the code runs in no `shard_map` over
+    the axis.
 
     Args:
         maker: gives the `Route` for n devices, or several that run side by side, each with a share
@@ -103,7 +104,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's blocks of the sum of each array, as `lax.psum_scatter` does.
+        """Returns this device's block of the sum of each array over devices: `lax.psum_scatter`.
 
         `slices` are the scatter and the gather of one array by the tables.
         """
@@ -155,8 +156,8 @@ def _prices(tables_of):
     def rounds(block_size, n, itemsize, *, back):
         """Returns the rounds of messages for blocks of `block_size` numbers.
 
-        Each table carries a share of every block. `back` says whether the tables run backwards, as
-        a gather, which adds nothing.
+        Each table carries a share of every block. With `back` the tables run backwards, as a
+        gather, in which a device adds nothing.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))  # (start, length) for each table
@@ -203,8 +204,8 @@ def messages(
         routes: the tables.
         nbytes: for each table, the bytes of a block.
         back: whether the tables run backwards, as a gather.
-        added: for each table, the bytes that an arriving block adds to other blocks; by default
-            none.
+        added: for each table, the bytes of numbers that a device adds for each arriving block; by
+            default it adds none.
     """
     # After each round, the longest chain of dependent messages so far, over all tables.
     longest = [0, *map(max, zip(*(route.hops(back=back) for route in routes), strict=True))]
@@ -233,8 +234,8 @@ def _unchanged(cotangent):
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns `lax.psum` of the tree `x`, computed leaf by leaf by `total(leaf, axis_name)`.
 
-    `total` must sum a varying array so that every device gets the same bits. The transpose is free:
-    the result is the same on all devices, so its cotangent is too.
+    `total` takes a varying array, and must return the same bits on every device. The transpose is
+    free: the result is the same on all devices, so its cotangent is too, and is returned unchanged.
     """
 
     def leaf(x):

@@ -7,8 +7,8 @@ small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
 the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
 block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
-by a power of two is exact. So the number Q(x) that arrives for x has
-only the error of the rounding, at most
+by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
+rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
@@ -74,7 +74,7 @@ BLOCK = 32  # MXINT8's
 LARGEST = 127
 
 
-def _from_a_block_on(
+def _exact_below_a_block(
     sent: Callable[..., list[Round]], exact: Callable[..., Any]
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
@@ -135,7 +135,7 @@ def _nbytes(size, itemsize, block_size):
     return size + -(-size // block_size) * exponent
 
 
-@cost.priced(_from_a_block_on(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
+@cost.priced(_exact_below_a_block(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
@@ -164,7 +164,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
-@cost.priced(_from_a_block_on(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
+@cost.priced(_exact_below_a_block(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def quantized_reduce_scatter(
     x: Tree,
     axis_name: AxisName,
@@ -195,7 +195,7 @@ def quantized_reduce_scatter(
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
-@cost.priced(_from_a_block_on(_gathers, ring.all_gather), "quantized.all_gather")
+@cost.priced(_exact_below_a_block(_gathers, ring.all_gather), "quantized.all_gather")
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
@@ -281,7 +281,7 @@ class ErrorFeedback:
     ) -> tuple[Tree, PyTree]:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
-        The error includes the rounding of the result to 16 bits.
+        If `x` has 16 bits, the error includes the rounding of the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
@@ -309,9 +309,9 @@ class ErrorFeedback:
 
 
 def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*lead message"]:
-    """Returns `x` as one message: `size` integers, then ceil(size / block_size) exponents.
+    """Returns `x` as one message of bytes: `size` integers, then ceil(size / block_size) exponents.
 
-    Each block of the last dim has one exponent.
+    The last dim is cut into blocks, and each block has one exponent.
     """
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
@@ -336,7 +336,10 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
 def dequantize(
     message: Int8[Array, "*lead message"], size: int, dtype: jnp.dtype, block_size: int
 ) -> Float[Array, "*lead size"]:
-    """Returns the numbers of a message of `quantize`: integers times powers of two, or NaN."""
+    """Returns the `size` numbers of a message that `quantize` made.
+
+    They are integers times powers of two, or NaN in a block that was not finite.
+    """
     code = _code(dtype)
     # The first `size` bytes are the integers; the exponents, one per block, follow.
     exponents = message[..., size:]
@@ -392,8 +395,8 @@ def _slices(block_size):
 def _reduce(parts, axis_name, block_size):
     """Returns this device's part of the sum over devices, and the rounding errors of its terms.
 
-    The shapes are `[n, size] -> [size], [n, size]`. The errors of the own part are 0: its exact
-    numbers are added.
+    Row j of `parts` is this device's term of part j. The shapes are `[n, size] -> [size],
+    [n, size]`. The errors of the own part are 0: its exact numbers are added.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
@@ -431,7 +434,8 @@ def _is_local(parts, axis_name):
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
 
-    `more` are trees like `x`, whose leaves are passed too.
+    Both are functions of a leaf. `more` are trees like `x`: the functions also get the same leaf of
+    each of these.
     """
     if block_size < 1:
         raise ValueError(

@@ -15,8 +15,8 @@ a term of the sum.
 | `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more gather of the operand |
 | `matmul_reduce_scatter` | n - 1 | (n - 1) S | one gather of the cotangent gives both |
 
-Hops are written out, however many: XLA overlaps a product with messages in straight-line code, not
-across a loop's end, and a tensor axis has a few dozen devices at most.
+The hops are never a loop: XLA overlaps a product with messages in straight-line code, but not
+across the end of a loop. A tensor axis has a few dozen devices at most, so there are few hops.
 
 Source: Wang et al., Overlap communication with dependent computation via decomposition in large
 deep learning models (ASPLOS 2023).
@@ -127,10 +127,10 @@ def matmul_reduce_scatter(
 
     In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. It equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
-    scatter_dimension=..., tiled=True)`, up to the order of the additions, and the product `{U_X}`
-    is never whole. The partial sums that are sent have the type of `x`. The transpose in `x` is
-    `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any order,
-    also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
+    scatter_dimension=..., tiled=True)`, up to the order of the additions. The whole product, before
+    the sum, never exists. The partial sums that are sent have the type of `x`. The transpose in `x`
+    is `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any
+    order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: all rows, and this device's share of the inputs.
@@ -162,8 +162,8 @@ def matmul_reduce_scatter(
 def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X].
 
-    The derivative is written by hand, so that it overlaps too, and gathers `x` again: JAX's own
-    would keep every block of `x` until the backward pass.
+    The derivative is written by hand, so that its products overlap with their messages too. It
+    gathers `x` again: JAX's own derivative would keep every block of `x` until the backward pass.
     """
 
     def multiply(y, j, block):
@@ -211,7 +211,10 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
-    """Returns this device's block, along `dim`, of the sum over devices of `x` times the weight."""
+    """Returns this device's block, along `dim`, of the sum over devices of `x` times the weight.
+
+    The derivative is written by hand, so that its products overlap with their messages too.
+    """
     n = axis_size(axis_name)
 
     def product(j):
@@ -302,7 +305,7 @@ def _outer(x, y, batch: int):
 
 
 def _transposed(weight, inputs: int):
-    """Returns the weight as `[*outputs, *inputs]`; its first `inputs` dims are the inputs."""
+    """Returns the weight as `[*outputs, *inputs]`; `inputs` counts its first dims, the inputs."""
     return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
 
 
@@ -327,8 +330,11 @@ def _times(shape, dim: int, n: int):
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
-    """Raises `ValueError` if `dim` is the last dim of `shape`: that of `x` is summed over, and that
-    of the product comes from the weight. Only dims of the batch are gathered or scattered."""
+    """Raises `ValueError` if `dim` is the last dim of `shape`, the shape of `x` or of the product.
+
+    The last dim of `x` is summed over, and that of the product comes from the weight. Only dims of
+    the batch can be gathered or scattered. `function` and `argument` are names for the error.
+    """
     if dim == len(shape) - 1:
         raise ValueError(
             f"{function}: {argument}={dim} is the last dim of shape {shape}, a dim of the weight; "

@@ -12,9 +12,10 @@ from parallax.collectives.types import AxisName, axes, axis_size
 
 
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
-    """Returns the only round of `send_next`, one message of all of the array, for `cost`.
+    """Returns the rounds of `send_next`, for `cost`: one round of one message, the whole array.
 
-    `itemsize` is the bytes of a number. The price does not depend on `n`.
+    The array has `size` numbers of `itemsize` bytes. The price does not depend on the number of
+    devices, `n`.
     """
     return [Round(1, (Message(size * itemsize, (distance,)),))]
 
@@ -31,7 +32,7 @@ def send_next(
 def send(
     x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device j for each pair (i, j), else zeros: one hop."""
+    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices."""
     names, places = _in_mesh_order(axes(axis_name))
     return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])
 

@@ -1,8 +1,8 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-It suits small arrays, whose time depends only on the number of hops. For n devices, p the greatest
-power of two not above n, and S the bytes of the array on one device. `A {U_X} -> A`: before, each
-device on axis X has one term of a sum; after, each has the sum.
+It suits small arrays, whose time depends only on the number of hops. Legend: n is the number of
+devices, p the greatest power of two not above n, and S the bytes of the array on one device.
+`A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the sum.
 
 | function | bytes a device sends, at most | hops | transpose |
 |---|---|---|---|
@@ -52,7 +52,7 @@ def _messages(size, n, itemsize):
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
     rounds = []
     for number, pairs in enumerate(hops):
-        # The last hop of a folded exchange hands out the result, and adds nothing.
+        # Unless n is a power of two, the last hop only hands out the result, and adds nothing.
         adds = not (is_folded and number == len(hops) - 1)
         # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)
@@ -79,8 +79,8 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
 def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Returns the sum of one array over the devices, on every device."""
     n = types.axis_size(axis_name)
-    # `pin_bits` fixes this device's term, so each sum has the same bits however often XLA
-    # computes it.
+    # XLA may compute a sum more than once. `pin_bits` fixes this device's term, so each time the
+    # sum has the same bits.
     x = pin_bits(x)
     hops, results = _hops_of(n), []
     # If n is no power of two, the first hop adds the last devices' terms to the first devices (the
@@ -92,8 +92,8 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
         # `_as_sent` is `x` as the partner receives it, so that both add the same two numbers.
         x = _as_sent(x) + send(x, axis_name, pairs)
     if results:
-        # The last hop gives the result to the devices from p, the first receiver, on. A `ppermute`
-        # gives zeros to all other devices, so these keep their own sum.
+        # The last hop gives the result to the devices p, p + 1, ...; the first receiver is p. A
+        # `ppermute` gives zeros to all other devices, so these keep their own sum.
         first_folded = results[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
         x = jnp.where(is_exchanging, x, send(x, axis_name, results))

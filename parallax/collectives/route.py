@@ -57,7 +57,7 @@ class Route:
     Attributes:
         shape: the box that the devices form; they are numbered in row-major order.
         rounds: each is {step: offsets}, and may be empty. Points of a box of one dim may be plain
-            numbers. A step may go back: -1 for n - 1.
+            numbers. A step may be negative: -1 means n - 1.
 
     Raises:
         ValueError: a block is sent twice, arrives at an offset whose block was sent already, or
@@ -144,10 +144,10 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns the length of the longest chain of messages after each round, in running order.
+        """Returns the length of the longest chain of messages so far, after each round.
 
-        In a chain, each message waits for the one before. With `back` the rounds run backwards, as
-        in a gather.
+        In a chain, each message waits for the one before. The rounds are in the order in which they
+        run; with `back` they run backwards, as in a gather.
         """
         return self._hops[back]  # `back` is False or True: index 0 or 1
 
@@ -166,10 +166,10 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns the length of the longest chain of messages after each round, in running order.
+    """Returns the length of the longest chain of messages so far, after each round.
 
-    In a chain, each message waits for the one before. With `back` the rounds run backwards, as in a
-    gather.
+    In a chain, each message waits for the one before. The rounds are in the order in which they
+    run; with `back` they run backwards, as in a gather.
     """
     # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}
@@ -191,9 +191,9 @@ def _hops(route: Route, back: bool) -> list[int]:
 
 
 def _check(route: Route) -> None:
-    """Raises `ValueError` unless each term reaches its owner exactly once.
+    """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    That holds if every block except a device's own is sent once, and nothing is added to it after
+    That holds if a device sends every block except its own once, and adds nothing to a block after
     it was sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):

@@ -81,7 +81,7 @@ def halving(n: int, by: int = 2) -> Route:
     return Route((n,), rounds)
 
 
-@functools.cache
+@functools.cache  # equal calls return one algorithm, since `combined_axis` compares algorithms
 def halving_by(by: int) -> Algorithm:
     """Returns an algorithm like `halving`, in which a device keeps 1/`by` of its blocks in a round.
 
@@ -107,14 +107,14 @@ def pairs(n: int) -> Route:
     return product([ring.table(min(n, 2))] * dims, range(dims))
 
 
-@functools.cache
+@functools.cache  # equal calls return one algorithm, since `combined_axis` compares algorithms
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
     """Returns an algorithm: a ring inside each machine of `g` devices, then `between` over
     machines.
 
     n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
-    per device, on average, would leave it. With `halving` between many machines there are few
-    rounds. Its functions raise `ValueError` unless g divides n.
+    per device, on average, would leave it. If there are many machines, `between=halving` needs
+    fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
@@ -142,8 +142,8 @@ def hierarchical(*sizes: int) -> Route:
 
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
-    """All axes carry a share at once: part k of a block goes round axis k, then round the
-    others."""
+    """All axes carry data at once: part k of each block goes round the ring of axis k first, then
+    round the rings of the other axes."""
     longest, axes = max(sizes), range(len(sizes))
     # Shorter rings get empty rounds, so that all parts change to their next axis together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
@@ -153,8 +153,9 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
 
-    A message holds one block for each offset along the boxes of the routes that run later. So
-    messages grow shorter from route to route.
+    `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
+    device's own block. A message holds one block for each offset along the boxes of the routes that
+    run later. So messages grow shorter from route to route.
     """
     rounds = []
     for turn, k in enumerate(order):

@@ -31,8 +31,8 @@ def all_reduce_array(x, routes, axis_name):
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
     # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
-    # cannot index 2**31 numbers, so such a vector is cut into rows of 128 numbers, equally many in
-    # each part.
+    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, equally
+    # many in each part.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -40,11 +40,12 @@ def all_reduce_array(x, routes, axis_name):
 
 
 def reduce_scatter_array(x, dim: int, routes, axis_name):
-    """Returns this device's slice, one of n along `dim`, of the sum over devices."""
+    """Returns this device's slice, one of n along `dim`, of the sum of `x` over devices."""
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
-    # Otherwise the slices are sent as a vector, or as rows of 128 numbers.
+    # Otherwise the slices are sent as a vector, or, if int32 cannot index it, in rows of 128
+    # numbers.
     rows = _in_rows(_as_vector(x, dim), x.size, n * parts)
     blocks = _scatter_slices(rows, 0, routes, axis_name)
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -52,15 +53,15 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
 
 
 def all_gather_array(x, dim: int, routes, axis_name):
-    """Returns all devices' slices, joined along `dim`."""
+    """Returns the slices `x` of all devices, joined along `dim`."""
     n, parts = routes[0].n, len(routes)
-    # Each device keeps its own block and sends it: both must be the same bits.
+    # Each device keeps a copy of its own block and sends one: both must have the same bits.
     x = pin_bits(x)
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
-    # Otherwise `x` is sent as a vector, or as rows of 128 numbers. It is one block already, so
-    # only its parts must have equally many rows.
+    # Otherwise `x` is sent as a vector, or, if int32 cannot index the result, in rows of 128
+    # numbers. It is one block already, so only its parts must have equally many rows.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]

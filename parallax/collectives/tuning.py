@@ -105,7 +105,7 @@ def fit(
     for nbytes in sizes:
         size = nbytes // 4
         # (a function, the number of numbers that it takes, its options). A gather of `size // n`
-        # returns some `size` numbers; a tiled scatter needs a multiple of n.
+        # returns about `size` numbers; a tiled scatter needs a multiple of n.
         probes = [
             (send_next, size, {}),
             (ring.all_gather, size // n, {}),
@@ -129,10 +129,11 @@ def _call(
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
 
-    No term is below 0. A sum of squares would give too much weight to a time that a busy machine
-    made longer, so absolute differences are summed. Their sum is minimised by weighted least
-    squares (Weiszfeld's iteration). That is done for every choice of the terms that are not 0, and
-    the best fit is taken.
+    `costs[i]` is the cost of the collective that took `measured[i]` seconds. No rate (alpha, beta,
+    gamma or start) is below 0. A sum of squares would give too much weight to a time that a busy
+    machine made longer, so absolute differences are summed. Their sum is minimised by weighted
+    least squares (Weiszfeld's iteration). That is done for every choice of the rates that are not
+    0, and the best fit without a negative rate is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -370,7 +371,10 @@ def measure(
 def _report(
     axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict
 ) -> str:
-    """Returns the measurements and the choice on one axis as text."""
+    """Returns the measurements and the choice on one axis as text.
+
+    `predicted` has, for each function, the seconds by the formulas at each size of the choice.
+    """
     in_a_round = "one after another" if link.one_port else "at the same time"
     lines = [
         f"Axis {axis_name!r} of {n} devices: {1e6 * link.alpha:.3g} us per hop, "

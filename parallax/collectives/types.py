@@ -50,15 +50,17 @@ def axes(axis_name: AxisName) -> tuple[str, ...]:
 def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
     """Returns the mesh axes along which `x` may differ between devices, in a fixed order.
 
-    The tuple is empty outside `shard_map`. Raises `TypeError` under a JAX with other types.
+    The tuple is empty outside `shard_map`. Raises `TypeError` under a version of JAX whose types do
+    not record these axes.
     """
     return axes_of_type(jax.typeof(x))
 
 
 def axes_of_type(aval: Any) -> tuple[str, ...]:
-    """Returns `varying_axes` for an abstract type, as traced programs hold it.
+    """Returns the mesh axes along which a value of this type may differ between devices, sorted.
 
-    Under a JAX whose types have no `mat`, it raises a `TypeError` that names the versions that do.
+    `aval` is an abstract type: that of a value, by `jax.typeof`, or of a variable in a traced
+    program. Raises `TypeError` under a version of JAX whose types have no `mat`.
     """
     try:
         return tuple(sorted(aval.mat.varying))
@@ -73,8 +75,8 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     Its transpose is a `psum` over the axes that were added.
 
     Raises:
-        ValueError: the code does not run over an axis of `axis_name`.
-        TypeError: as in `varying_axes`.
+        ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
+        TypeError: the types of this version of JAX do not record the varying axes.
     """
 
     def leaf(x):
@@ -92,17 +94,21 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
-    """Returns "unreduced" or "reduced", as in `lax.pcast`, for each axis along which `x` is either.
+    """Returns a dict from axis to "unreduced" or "reduced", for axes along which `x` is either.
 
-    An unreduced value is a sum over the axis that was not taken yet: each device has one term. A
-    reduced value is the same on all devices, and its cotangent is unreduced. Raises `TypeError` as
-    `varying_axes` does.
+    The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
+    yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
+    unreduced. Raises `TypeError` as `varying_axes` does.
     """
     return reduction_state_of_type(jax.typeof(x))
 
 
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
-    """Returns `reduction_state` for an abstract type. Raises `TypeError` as `axes_of_type` does."""
+    """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
+
+    It maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError` as
+    `axes_of_type` does.
+    """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
     except AttributeError as error:
@@ -111,7 +117,7 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
 
 
 def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
-    """Returns `x` declared as `states` says, for free and without a check.
+    """Returns `x` with the types that `states` declares: nothing is computed or checked.
 
     `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
     other axes the type stays. As with `replicated`, the declaration must be true, and there is no
@@ -124,8 +130,8 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
         elif axis in states:
             x = lax.pcast(x, axis, to="varying")
     x = varying(x, tuple(states))
-    # `lax.pcast` makes a value reduced only from an invariant one, and unreduced from a varying
-    # one.
+    # `lax.pcast` takes only an invariant value to a reduced one, and only a varying value to an
+    # unreduced one.
     same = tuple(axis for axis, state in states.items() if state in ("invarying", "reduced"))
     x = replicated(x, same) if same else x
     for axis, state in states.items():
@@ -135,7 +141,7 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
 def _terms_type(x, *, axis):
     """Returns the abstract type `x` with `axis` moved from the unreduced to the varying axes."""
-    # No public function makes a `mat`, so its own class does.
+    # JAX has no public function that makes a `mat`, so the class of this `mat` makes the new one.
     mat = x.mat
     unreduced = mat.unreduced - {axis}
     terms = type(mat)(varying=mat.varying | {axis}, unreduced=unreduced, reduced=mat.reduced)
@@ -152,16 +158,17 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of devices on the axis, or on several axes together.
 
     Raises:
-        ValueError: the code does not run over this axis.
+        ValueError: the code runs in no `shard_map` over this axis.
     """
     _check_bound(axes(axis_name))
     return lax.axis_size(axis_name)
 
 
 def _check_bound(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` for an axis that this code does not run over, such as a misspelt one.
+    """Raises `ValueError` if no map around this code is over one of the axes `names`.
 
-    Inside a map, JAX itself fails for such an axis without a message.
+    The name may be misspelt, for example. Inside a map, JAX itself fails for such an axis without a
+    message.
     """
     # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
@@ -199,9 +206,10 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns `x` with each leaf varying also where the same leaf of `reference` varies.
+    """Returns the tree `x`, with each leaf also varying as the same leaf of `reference` varies.
 
-    A loop needs this for its first carry, whose type must be the type of the later carries.
+    That is, a leaf is typed as varying along all mesh axes of either leaf. A loop needs this for
+    its first carry, whose type must be the type of the later carries.
     """
     return jax.tree.map(lambda leaf, like: varying(leaf, varying_axes(like)), x, reference)
 
@@ -209,8 +217,9 @@ def match_varying(x: Tree, reference: PyTree) -> Tree:
 def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Returns `x` declared the same on all devices along `axis_name`, at no cost.
 
-    Nothing checks the declaration. It is true after a gather, and after a sum in which one device
-    added up each block. It has no derivative: use it inside `linear`, which states the transpose.
+    Nothing checks the declaration. It is true after a gather, which gives each device a copy of all
+    blocks. It is also true after a sum in which each block is added up on one device and then
+    copied to all. It has no derivative: use it inside `linear`, which states the transpose.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 
@@ -223,7 +232,7 @@ def _replicated_type(x, *, axes):
         raise TypeError(type_error) from error
 
 
-# A declaration and no operation: its lowering returns its operand, so it is in no program.
+# A declaration and no operation: its lowering returns its operand, so no compiled program has it.
 replicated_p = Primitive("replicated")
 replicated_p.def_impl(lambda x, *, axes: x)
 replicated_p.def_abstract_eval(_replicated_type)
@@ -236,28 +245,29 @@ def linear(
 ) -> Shaped[Array, "..."]:
     """Returns `forward(x)`, for a linear function whose transpose is `backward`.
 
-    Policies of `jax.checkpoint` can recognise the result by its `name`. Forward and reverse
-    derivatives of any order, `vmap`, `scan`, `checkpoint` and `jit` apply, in and around
-    `shard_map`. `backward` must take and return the types of a transpose: a result that is
-    invariant along an axis has an invariant cotangent.
+    Policies of `jax.checkpoint` can recognise the result by its `name`. `linear` can be
+    differentiated to any order, forward and reverse, and used under `vmap`, `scan`, `checkpoint`
+    and `jit`, inside and outside `shard_map`. `backward` must take and return the types of a
+    transpose: a result that is invariant along an axis has an invariant cotangent.
     """
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the type in which to add values of `dtype`: float32, or `dtype` if it is as wide."""
+    """Returns the type in which to add: float32, or `dtype` itself if it has 32 bits or more."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
     """Returns the jaxpr of `forward`, for an equation of `linear` in a traced program.
 
-    The equation holds two functions and no jaxpr, so `forward` is traced again.
+    The equation holds two functions and no jaxpr, so `forward` is traced again. It may use the axes
+    of the `shard_map` around the equation, so it is traced inside a `shard_map` with the same axes.
 
     Args:
         eqn: the equation of `linear`.
         mesh: the mesh of the `shard_map` around it; None outside.
-        check_vma: as in that `shard_map`.
+        check_vma: the option of that `shard_map`.
     """
     x: Any = eqn.invars[0].aval
     # `eval_shape` gives no jaxpr of the inside of a map, so `body` itself puts it into this list.
@@ -297,13 +307,19 @@ def _linear_type(x, *, forward, backward, name):
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns [the cotangent of `x`]: `backward(cotangent)`, whose own transpose is `forward`."""
+    """Returns a list of one: the cotangent of `x`, `backward(cotangent)`.
+
+    Its own transpose is `forward`. `x` is not read, since the function is linear.
+    """
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
 def _batched(arguments, dims, *, forward, backward, name):
-    """Returns the result under `vmap`, and its batch dim, 0. `x` has its batch dim at `dims[0]`."""
+    """Returns `linear` of a batch under `vmap`, and the batch dim of the result, which is 0.
+
+    `arguments` is `(x,)`, the batched operand, and `dims` is `(dim,)`, its batch dim.
+    """
     (x,), (dim,) = arguments, dims
     # The result has its batch dim in front, and so has its cotangent. The operand's cotangent must
     # have its batch dim at `dim`, as the operand has.
@@ -327,20 +343,21 @@ def linear_collective(
     backward: OneArray,
     to: str = "varying",
 ) -> Shaped[Array, "..."]:
-    """Returns `linear` of two functions of varying arrays, for a varying or unreduced `x`.
+    """Returns `forward(x)`, with `backward` as the transpose, and with the types declared.
 
-    The result is declared `to` along `axis_name`: "varying", "invarying" or "reduced". The result
-    of the transpose is declared as `x` requires: reduced if `x` is unreduced. Along other axes
-    the types stay as they are.
+    `forward` and `backward` take and return arrays that vary along `axis_name`. `x` may be varying
+    or unreduced along it: it is cast before `forward`. The result is declared as the state `to`:
+    "varying", "invarying" or "reduced". The result of the transpose is declared "reduced" if `x` is
+    unreduced, else "varying". Along other axes the types stay as they are.
     """
 
     def on_varying(function, state):
-        """Returns `function` of an `x` typed as varying, its result declared `state` along
-        `axis_name`.
+        """Returns a function that casts its `x` to varying, applies `function`, and declares the
+        result to have the `state` along `axis_name`.
         """
 
         def typed(x):
-            """Returns `function` of `x`, typed as varying, with the states of the result declared.
+            """Returns `function(x)`, with `x` cast to varying and the result's states declared.
 
             Along other axes the result has the states of `x`: `function` is linear and sends
             nothing along them, so terms of a sum give terms, and equal values give equal ones.
@@ -365,9 +382,11 @@ def linear_collective(
 def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` for a sum: typed as varying, or as unreduced, along all axes of `axis_name`.
 
+    `name` is the collective's name in the errors.
+
     Raises:
         ValueError: `x` is reduced along one of the axes, or unreduced along some of them only.
-            `lax` refuses those too.
+            `lax` refuses such arrays too.
     """
     states = _states_along(x, axis_name)
     # Along all axes each device has one term of an unreduced `x`: these terms are summed.
@@ -385,7 +404,8 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` typed as varying along `axis_name`.
 
-    Raises `ValueError` if `x` is unreduced or reduced along that axis, as `lax` does.
+    Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
+    axis, as `lax` does.
     """
     states = _states_along(x, axis_name)
     if not states:

@@ -1,7 +1,8 @@
-"""Attention that makes as many heads on its shard as the whole model has.
+"""Finds attention whose shard on a device has as many heads as the whole model.
 
-The number of heads of an `eqx.nn.MultiheadAttention` is static. If its projections are split, it
-cuts the outputs that a device has into all these heads, each narrower than in the whole model.
+The number of heads of an `eqx.nn.MultiheadAttention` is static. If its projections are split, a
+device has only some of their outputs. The attention still cuts these into all heads, so each head
+is narrower than in the whole model.
 """
 
 import math
@@ -31,7 +32,7 @@ def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
         heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
         for eqn in maps:
             for axes, size in _splits(eqn, shape):
-                outputs = shape[-2] // size  # of one device, which makes narrower heads of them
+                outputs = shape[-2] // size  # those of one device
                 for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):
                     yield mistakes.fixed_number_of_heads(heads, frozenset(axes), size, line)
 
@@ -42,9 +43,10 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields the axes that split the outputs of arguments of this shape, and the number of devices
-    along them. Arguments that are not split give nothing. `shape` is that of a projection's whole
-    weight, [..., outputs, inputs].
+    """Yields, for each argument of a `shard_map` that has this shape and whose outputs are split,
+    the axes that split them and the number of devices along these axes.
+
+    `shape` is that of a projection's whole weight, [..., outputs, inputs].
     """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)
@@ -60,7 +62,7 @@ def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 
 def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -> list[str]:
     """Returns the lines in a `shard_map` that reshape a last dim of size `outputs` into two dims of
-    the sizes `parts`.
+    the sizes `parts`: the number of heads and the width of a head.
     """
     lines = {}  # a dict, as a set would not keep their order
     for body in jaxprs.inner(shard_map):

@@ -68,8 +68,9 @@ class Node(NamedTuple):
         return next((line for line in lines if line != source_lines.UNKNOWN), source_lines.UNKNOWN)
 
     def is_within(self, transform: str) -> bool:
-        """Returns whether a transform of JAX, such as "jvp(", made the operation, or a loop or a
-        call around it.
+        """Returns whether a transform of JAX made the operation, or a loop or a call around it.
+
+        `transform` is the beginning of the transform's name in JAX's name stacks, such as "jvp(".
         """
         return any(
             transform in str(eqn.source_info.name_stack) for eqn in (self.eqn, *self.scope.at)
@@ -197,7 +198,8 @@ class Flat:
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns, for each carry of a loop, its place among the operands and among the results.
+    """Returns a pair for each carry of a loop: its place among the operands, and its place among
+    the results.
 
     The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
     and then stacked arrays. The operands of a `while` are the constants of its condition, the

@@ -61,9 +61,11 @@ class Loop:
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
         """Notes a sum of `value` over devices, and returns the parts of the sum's result: those of
-        `value`, and the new sum.
+        `value`, and the new sum. `only_added` decides later whether the sum could stand after the
+        loop.
         """
-        # A sum that depends on a carry must stay in the loop: the next trip needs its result.
+        # A sum that depends on a carry must stay in the loop, and so must the sums that were added
+        # to this carry: each trip needs its value.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))

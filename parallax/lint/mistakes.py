@@ -3,7 +3,8 @@
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
 devices along them together. `where` is the caller's source line. `trips` is the number of trips of
 a loop, or None if it is not known. `sent` is a collective: its `kind`, and whether it is made of
-`permutes`, which wait for all devices of the program. A `Value` has the facts of one value.
+`ppermute`s (`permutes`), which wait for all devices of the program. A `Value` has the facts of one
+value.
 """
 
 import math
@@ -18,12 +19,12 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def under_a_predicate(
-    sent: Sent, axes: frozenset[str], what: str, along: frozenset[str], size: int, where: str
+    sent: Sent, axes: frozenset[str], around: str, along: frozenset[str], size: int, where: str
 ) -> Finding:
     """Returns the finding for a collective over `axes` that some devices do not reach.
 
-    It stands in a `what` ("cond" or "while"), whose predicate differs between the `size` devices
-    along `along`.
+    `around` is the operation that contains the collective, "cond" or "while". Its predicate differs
+    between the `size` devices along the axes `along`.
     """
     name = f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
     if sent.kind == "permute":
@@ -32,7 +33,7 @@ def under_a_predicate(
     return Finding(
         "collective-under-a-predicate",
         where,
-        f"a {name} over {named(axes)} stands in a {what} whose predicate differs along "
+        f"a {name} over {named(axes)} stands in a {around} whose predicate differs along "
         f"{named(along)}, between {size} devices: "
         f"it waits for {waits}, so it hangs or gives wrong numbers.",
         "Run it on all devices and mask its result with jnp.where, or use a predicate that is the "
@@ -49,16 +50,16 @@ def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where:
         f"the predicate of this cond differs along {named(axes)}, and {inputs} of its operands "
         f"and {outputs} of its results are "
         f"typed as the same on all {size} devices: gradients are wrong, and results that differ "
-        "pass as copies (jax #40823).",
+        "count as equal copies (jax #40823).",
         f"Cast the operands first, x = jax.lax.pcast(x, {tuple(sorted(axes))}, to='varying'), or "
         "use jnp.where.",
     )
 
 
 def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for a sum over devices of numbers that are equal on all of them. `value`,
-    their facts, tells whether an earlier sum made them equal."""
-    # `summed` pairs each axis of an earlier sum with the line of that sum.
+    """Returns the finding for a sum over devices of numbers that are equal on all of them. `value`
+    has the facts of these numbers, which tell whether an earlier sum made them equal."""
+    # `value.summed` pairs each axis of an earlier sum with the line of that sum.
     before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
     why = before[0] if before else "does not depend on the device there"
     return Finding(
@@ -79,9 +80,8 @@ def same_every_trip(
     return Finding(
         "same-every-trip",
         where,
-        f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, which "
-        "no trip of the loop changes, "
-        f"and runs {_times(trips)}.",
+        f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, and "
+        f"runs {_times(trips)}, but no trip of the loop changes its operand.",
         "Move it before the loop and use its result in each trip (for parameters: "
         "zero.gathered_once round grads.accumulated).",
     )
@@ -106,8 +106,8 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
 def update_mixes_a_shard(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction of a shard (`operation`) that goes into the update of
-    that shard."""
+    """Returns the finding for a reduction of one device's shard that goes into the update of that
+    shard. `operation` is the name of the reduction's primitive, such as "reduce_sum"."""
     return Finding(
         "update-mixes-a-shard",
         where,
@@ -138,14 +138,14 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """Returns the finding for a gather over `axes` of a dim that is split over `split`, if the
-    gathered blocks do not follow each other in the dim."""
+    """Returns the finding for a gather over `axes` of the dim `dim`, which is split over the axes
+    `split`, if the gathered blocks do not follow each other in the whole dim."""
     return Finding(
         "gathered-out-of-order",
         where,
         f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and "
         f"is gathered over {axes}: the "
-        "blocks that come together do not lie one after another in the whole array.",
+        "gathered blocks do not follow each other in the whole array.",
         f"Gather over {split[-len(axes) :]} first, or name the axes of dim {dim} in another order "
         "in its spec.",
     )
@@ -170,15 +170,15 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
 def reduced_over_a_split_dim(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction (`operation`) over a device's part of a dim, if its
-    result is used like a result over the whole dim."""
+    """Returns the finding for a reduction over one device's part of a dim, if its result is used
+    like a result over the whole dim. `operation` is the name of the reduction's primitive."""
     return Finding(
         "reduced-over-a-split-dim",
         where,
         f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or "
-        "over groups that are cut, "
-        f"and its result meets that dim again with no collective between: each of {size} devices "
-        "takes the mean or norm of its own part.",
+        "over groups that are cut by that split, "
+        "and its result is combined with an array that has that dim, with no collective between: "
+        f"each of {size} devices takes the mean or norm of its own part.",
         f"Complete it first: jax.lax.pmean or psum over {named(axes)}, or pmax for the "
         "maximum of a softmax. Or split whole groups or heads, and use the number of them that "
         "one device has.",
@@ -191,9 +191,9 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
     return Finding(
         "parts-of-a-split-dim",
         where,
-        f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts, "
-        f"which are joined here, as the parts of a fused matrix are: each of {size} devices cuts "
-        "its own block, and joins other parts than the whole layer does.",
+        f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts. "
+        "The parts are joined here, like those of a fused matrix. But each of "
+        f"{size} devices cut its own block, so it joins other parts than the whole layer does.",
         "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a "
         "matrix for each. An "
         "eqx.nn.LSTMCell or GRUCell, whose gates are stacked, stays whole.",
@@ -213,8 +213,8 @@ REPEATED = {  # kind: the numbers, the harm and the cure
         "numbers made of 0, 1, 2, ... on each device",
         "the count begins anew on each of {size} devices, so all devices get the first positions, "
         "or the first heads.",
-        "Count in the whole: context.positions(tokens, axis) for tokens; for heads or units add "
-        "jax.lax.axis_index(axis) * n, where n is the number of them on one device.",
+        "Count in the whole dim: context.positions(tokens, axis) for tokens; for heads or units, "
+        "add jax.lax.axis_index(axis) * n, where n is the number of them on one device.",
     ),
 }
 
@@ -222,17 +222,17 @@ REPEATED = {  # kind: the numbers, the harm and the cure
 def repeated_on_each_device(
     kind: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding of a `kind` in the table `REPEATED`, which has three texts for it: the
-    numbers, the harm and the cure. Each device has the same numbers for different elements of a
-    split dim."""
+    """Returns the finding for numbers that are the same on each device, although each device has
+    different elements of a split dim. For each `kind`, the table `REPEATED` has three texts: the
+    numbers, the harm and the cure."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
     return Finding(kind, where, f"{meeting}: {harm}", cure)
 
 
 def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Finding:
-    """Returns the finding for `tokens` (the inputs, an array) in the order of the text, in a
-    program that expects them in another order."""
+    """Returns the finding for `tokens`, the array of inputs, in the order of the text, if the
+    program expects them in another order. Their dim `dim` is split over `axes`."""
     return Finding(
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
@@ -308,8 +308,8 @@ def wide_product(
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
         f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
-        "multiply-adds at the slower rate of that type, of operands of "
-        f"{_bytes(sum(nbytes(aval) for aval in wide))} instead of half as many.",
+        "multiply-adds at the slower rate of that type, and operands of "
+        f"{_bytes(sum(nbytes(aval) for aval in wide))}, more than in 16 bits.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
         "preferred_element_type=jnp.float32 if they matter.",
     )

@@ -17,8 +17,8 @@ LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a resha
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
-    """Returns the axes that split dims of which a device has several rows: a reduction of its block
-    is not one of the whole dim. `shape` is that of the device's block.
+    """Returns the axes that split dims of which a device has several rows (indices). A device's
+    reduction over such a dim covers its own rows only. `shape` is that of the device's block.
     """
     # A dim with one row on each device may count models, as in an ensemble, so it is left out.
     pairs = zip(dims, shape, strict=True)
@@ -69,7 +69,7 @@ def _same_elements(
 
 
 def operands(node: Node, result: int) -> Sequence[int]:
-    """Returns the operands that a result is made of.
+    """Returns the operands from which an operation makes a result.
 
     If a loop returns a carry, the result is made of the operand with the carry's first value. If it
     returns a stacked output, no operand is listed. In an operation with as many results as

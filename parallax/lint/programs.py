@@ -28,8 +28,8 @@ def program(
     * `collective-under-a-predicate`: a `ppermute`, also one of this library, in a `cond`, `switch`
       or `while` whose predicate differs between devices. It waits for all devices of the program,
       and hangs. Other collectives hang only if the predicate differs along their own axis.
-    * `lost-varying-mark`: a `cond` with such a predicate, and operands or results that are typed
-      as the same on all devices: wrong gradients (jax #40823).
+    * `lost-varying-mark`: a `cond` whose predicate differs between devices, while operands or
+      results are typed as the same on all devices. Its gradients are wrong (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
     * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
       the carry after the loop gives the same.
@@ -39,37 +39,40 @@ def program(
     * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with
       no collective over the shard's axes on the way. Examples are `optax.lamb` and clipping by a
       norm, on shards. An update is the term `u` of an output `w + u` that has the spec of the
-      argument `w`. The lint follows the values that elementwise operations connect to it. It finds
-      their reductions to one number, and in optax's own lines also reductions of single dims.
-    * `shards-summed`: a sum, over an axis that splits such a `w`, of a part of its update that was
-      made by a product, a reduction or a loop, as gradients are. It adds different shards.
-    * `clipped-before-the-sum`: gradients that differ between devices are scaled by a norm, or a
-      maximum, of each device's own, and only then summed over the devices:
-      `optax.clip_by_global_norm` inside `grads.averaged`. It finds products and quotients outside
-      of differentiated functions. A device must have several rows: with one row, each example is
-      clipped, as in differentially private training. Clipping of each microbatch's mean is not
-      found.
+      argument `w`. The lint follows the values that elementwise operations connect to the update.
+      It finds their reductions to one number, and in optax's own lines also reductions of single
+      dims.
+    * `shards-summed`: a sum of a part of such an update `u`, over an axis that splits the argument
+      `w`. It adds different shards. Only a part that a product, a reduction or a loop made counts,
+      since gradients are made so.
+    * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
+      maximum of each device's own gradients, and only then summed over the devices. An example is
+      `optax.clip_by_global_norm` inside `grads.averaged`. The lint finds scalings by a product or a
+      quotient outside of differentiated functions. A device must have several rows: with one row,
+      each example is clipped, as in differentially private training. Clipping of each microbatch's
+      mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes
       that split a dim, or over both in another order than in its spec. The gathered blocks then do
       not follow each other in the dim, which does no harm in a batch.
     * `layers-not-gathered`: a `scan` over layers that are split over the axis of the batch, without
-      a collective over that axis, while its carry depends on that batch. Layers are recognised by
-      an output of the same shape and spec (their gradient, or their update), and a batch by the
-      lack of one. Programs that also send along that axis, as pipelines do, are accepted.
+      a collective over that axis, while its carry depends on that batch. A split argument counts as
+      layers if an output has the same shape and spec (its gradient or its update), and else as a
+      batch. Programs that also send along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
       splits (hidden units, heads), with no collective before its result is combined with an array
-      that has that dim.
-      Also a reduction over groups if a device has one element of each.
-    * `parts-of-a-split-dim`: slices of such a dim that are joined with each other. Examples are a
-      fused matrix that is split by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If
-      shapes do not fit and a placed cell is split by rows, this is the only finding.
-    * `one-key-for-split-units`: random numbers that are the same on all devices meet a split dim,
-      as in dropout with the same mask for the units of every device.
-    * `counted-on-a-device`: a value made of 0, 1, 2, ... on each device meets a split dim, such as
-      positions of split tokens, or slopes of split heads. Masks, which compare two counts, are
-      accepted.
-    * `added-before-the-sum`: a bias, or a residual, that each device adds to its term of a sum over
-      devices.
+      that has that dim. A reduction over groups is found too, if a device has one element of each
+      group.
+    * `parts-of-a-split-dim`: slices of a dim that a weight's spec splits, joined with each other.
+      Examples are a fused matrix that is split by its outputs, and the stacked gates of an
+      `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments hold a cell
+      whose arrays are split by rows, this is the only finding.
+    * `one-key-for-split-units`: random numbers that are the same on all devices are combined with
+      an array along its split dim, as in dropout with the same mask for the units of every device.
+    * `counted-on-a-device`: numbers that each device makes of 0, 1, 2, ... are combined with an
+      array along its split dim. Examples are positions of split tokens, and slopes of split heads.
+      Masks, which compare two counts, are accepted.
+    * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
+      devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
       their tokens in another order, such as `context.zigzag`. It is found only if the arguments are
       arrays, and the targets are the inputs, one token later.
@@ -84,14 +87,14 @@ def program(
     Values differ between devices along the axes of `in_specs` and of `lax.axis_index`. The result
     of a sum, a maximum or a gather is equal on all devices of its axes, even if its type says that
     it varies. Axes of one device do not count. `update-mixes-a-shard` and `shards-summed` accept a
-    dim of which a device has one row, since it may count models. The first also accepts an argument
-    whose elements are rounded to whole numbers or to 8 bits, since each shard may have its own
-    scale. A hand-written pipeline whose stages all hold the same layers is not found: a recurrent
-    net that sends its state to the next device is the same program.
+    dim of which a device has one row, since it may count models. `update-mixes-a-shard` also
+    accepts an argument whose elements are rounded to whole numbers or to 8 bits, since each shard
+    may have its own scale. A hand-written pipeline whose stages all hold the same layers is not
+    found: a recurrent net that sends its state to the next device is the same program.
 
     Args:
-        f: a function, usually a whole step made by `mesh.spmd`, or a result of `jax.make_jaxpr`,
-            then without `args`.
+        f: a function, usually a whole step made by `mesh.spmd`; or a result of `jax.make_jaxpr`,
+            which needs no `args`.
         args: the arguments of `f`; arrays may be `jax.ShapeDtypeStruct`s.
         compute: the 16-bit type that all products should have; then each wider one is a finding,
             for any operands.
@@ -109,8 +112,8 @@ def program(
     except pipeline.Misused as error:  # a pipeline refused one of its functions
         return [Finding(error.kind, error.where, error.harm, error.cure)]
     except TypeError:
-        # JAX's error names two shapes that do not fit, and not the layer that was split. The
-        # optimizer's state holds cells with the same specs, so the first finding is enough.
+        # JAX's error names two shapes that do not fit, but not the layer that was split. One
+        # finding is enough: the optimizer's state repeats the model's cells, with the same specs.
         if found := [*split_by_sharding(args)]:
             return found[:1]
         raise

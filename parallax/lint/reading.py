@@ -63,7 +63,10 @@ class Reading:
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
-        """Returns a jaxpr as a list of operations; `node` is the operation that contains it."""
+        """Returns a jaxpr as a list of operations; `node` is the operation that contains it.
+
+        A later call returns the same list, since a loop's body is read several times.
+        """
         key = id(jaxpr), id(node)
         if key not in self._flats:
             # Predicates are numbers of values in the outer program, and mean nothing in this one.
@@ -145,7 +148,8 @@ class Reading:
 
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
-        """Adds predicates to `predicates` for the operations that are read inside the `with`."""
+        """Adds `predicates` to those of the reading, for the operations that are read inside the
+        `with`."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
@@ -201,8 +205,8 @@ class Reading:
         return [result] * len(node.outputs)
 
     def _read_kernels(self, node: Node, inputs: list[Value]) -> None:
-        """Follows the jaxprs inside an operation, such as a reducer or a kernel, to note mistakes.
-        It is not known which operand gives which argument, so all arguments get the facts of all
+        """Notes mistakes in the jaxprs inside an operation, such as a reducer or a kernel. It is
+        not known which operand gives which argument, so each argument gets the facts of all
         operands.
         """
         outside, self.map = self.map, None  # dims and shards are not followed inside
@@ -259,8 +263,7 @@ class Reading:
         # Each trip has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
             arguments[i] = arguments[i]._replace(trip=depth)
-            # `_settle` also sets the carries' facts in `arguments` to those that hold in every
-            # trip.
+        # `_settle` also replaces the carries' facts in `arguments` by those that hold in each trip.
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
         predicate = Value(constant=True)
         if node.name == "while":
@@ -280,7 +283,7 @@ class Reading:
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts of a body's results that hold in any trip.
+        """Returns the facts of a body's results that hold in every trip. No mistakes are noted.
 
         The body is followed until the facts of its carries no longer change. The facts of the
         carries in `arguments`, at the places `carries`, are replaced by those that hold in every
@@ -307,8 +310,8 @@ class Reading:
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
         """Returns the facts of the results of a loop's body, and notes its mistakes. One kind is a
-        sum over devices that could be taken once, after the loop. The carries, at the places
-        `carries` of `arguments`, have the facts of any trip.
+        sum over devices that could be taken once, after the loop. The carries stand at the places
+        `carries` of `arguments`, with the facts that hold in every trip.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -376,8 +379,8 @@ class Reading:
         # `axes_of_type` gives the axes along which a type varies.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
-        # A lost mark makes gradients wrong. Integers, and numbers written into the program, have no
-        # gradients.
+        # If a type lacks an axis, JAX computes wrong gradients. Integers, and numbers written into
+        # the program, have no gradients.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (

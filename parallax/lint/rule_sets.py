@@ -56,8 +56,8 @@ def rules(
         batch: the specs of the batch. A weight that is split like the batch is refused: each device
             would multiply its rows by its own part of the weight. Only `rules.fsdp` and
             `rules.experts` may split a weight like the batch.
-        large: the bytes of a large leaf, as a whole.
-        limit: the bytes of a device; None for no limit.
+        large: the bytes from which a whole leaf counts as large.
+        limit: the most bytes that a device may hold; None for no limit.
     """
     batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
     batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))

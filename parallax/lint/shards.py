@@ -1,13 +1,14 @@
 """Finds mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
 
-A value's `shard` is the argument whose elements it has, with the axes that split each dim. `fed`
-are the axes along which it depends on a split batch, without a collective between, and `chosen` the
-axes whose index it depends on. `known` has the facts (`Value`s) of a program's values, by number.
-`axes_of_blocks` gives the axes that split dims of which a device has several rows.
+The `Dims` of a value have, for each dim, the axes that split it, the outermost first. A value's
+`shard` is the argument whose elements it has, with the `Dims` of the value. `fed` are the axes
+along which it depends on a split batch, without a collective between. `chosen` are the axes for
+which it depends on the device's index. `known` has the facts (`Value`s) of a program's values, by
+number. `axes_of_blocks` gives the axes that split dims of which a device has several rows.
 
 Joining elements of different shards is no mistake in two cases. A dim with one row (index) on each
 device may count models, as in an ensemble. And if the elements are rounded to integers or to 8
-bits, a quantiser may have one scale for each shard. In a batch, the rows are its examples.
+bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
 """
 
 import math
@@ -166,9 +167,9 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the `shard` of a result, given that of an operand (`shard`). It has the argument
-        whose elements the result has, and the axes that split the result's dims. Returns None if
-        the result does not keep the operand's elements.
+        """Returns the `shard` of a result, given the `shard` of an operand: the same argument, with
+        the axes that split the result's dims. Returns None if the result does not keep the
+        operand's elements.
         """
         # Of the collectives, only a gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
@@ -182,11 +183,12 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the dims of a gathered array; None if its blocks are not in order.
+        """Returns the `Dims` of a gathered array, given those of the operand (`dims`); None if its
+        blocks are not in order.
 
         The blocks are in order if the gather goes over the innermost axes of the dim, in the order
-        of its spec. Notes floating-point blocks out of order; integers are data, such as tokens of
-        a batch, whose order does no harm.
+        of its spec. Floating-point blocks that are out of order are noted as a mistake. Integers
+        are data, such as tokens of a batch, and their order does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._large(node.sent.axes if node.sent else ())  # the axes of several devices

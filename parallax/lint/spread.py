@@ -2,24 +2,23 @@
 over them are not complete.
 
 A dim is split if the spec of a trained argument splits it. A matrix product with a split weight
-makes dims that are split too, such as hidden units and heads. The dims that the spec of a batch
-splits are split as well, except its first dim, the batch's rows. A reduction over a split dim gives
+makes dims that are split too, such as hidden units and heads. A dim that the spec of a batch splits
+is split too, except the first, which holds the batch's rows. A reduction over a split dim gives
 each device its own term, and the next operation should be a collective over the axis. Two kinds of
-operations before this collective are mistakes. Either the term meets the split dim again, as in a
-norm or a softmax; or a value that is the same on all devices, such as a bias, is added to the term.
-Only values of the forward pass that have a dim of the batch's rows are checked; gradients and
-updates have the dims of weights.
+operations before this collective are mistakes. Either the term is combined with an array that has
+the split dim, as in a norm or a softmax; or a value that is the same on all devices, such as a
+bias, is added to the term. Only values of the forward pass that have a dim of the batch's rows are
+checked; gradients and updates have the dims of weights.
 
-A `Dim` has the facts of a dim. `split` are the axes that split it. If a reshape cut a split dim
-into an outer dim and inner dims, `within` has, for each inner dim, the axes that split the dim
-before the reshape. `rows` says whether it counts the batch's rows. `drawn` and `counted` say
-whether its elements were drawn at random, or made by counting on the device. `parts` are the slices
-of split dims that it is made of. A *term* is a device's part of a reduction over a split dim. A
-`Term` says whether the value is still a linear function of the part (`is_linear`), whether the
-reduction is a maximum or minimum (`is_peak`), and which operation added a value that is the same on
-all devices (`added`). `shared` are the axes by whose number of devices a value was divided. The
-rules, one for each kind of operation, take the facts of the operands (`inputs`) and return those of
-the results.
+A `Dim` has the facts of a dim. `split` are the axes that split it. A reshape may cut a split dim
+into an outer dim and inner dims; the axes of the split dim are then `within` for each inner dim.
+`rows` says whether the dim counts the batch's rows. `drawn` and `counted` say whether its elements
+were drawn at random, or made by counting on the device. `parts` are the slices of split dims that
+it is made of. A *term* is a device's part of a reduction over a split dim. A `Term` says whether
+the value is still a linear function of the term (`is_linear`), whether the reduction is a maximum
+or minimum (`is_peak`), and which operation added a value that is the same on all devices (`added`).
+`shared` are the axes by whose number of devices a value was divided. The rules, one for each kind
+of operation, take the facts of the operands (`inputs`) and return those of the results.
 """
 
 import functools
@@ -134,7 +133,7 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Follows a reshape, as `_regrouped` describes it."""
+        """Follows a reshape. If it cuts a split dim, the outermost new dim is split."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
 
@@ -176,9 +175,9 @@ class _Operation:
         """Returns the facts of a slice of the operand `value`. The slice has this `shape`, and
         `starts` maps dims to the slice's first element in them.
 
-        The slice of a split dim is kept as the dim's `parts`. A slice of a device's block is not
-        the block of the same slice of the whole dim, so such parts must not be joined with each
-        other.
+        The slice of a split dim is kept as the dim's `parts`. Different parts of one split dim must
+        not be joined with each other: a device cuts the slice from its own block, and so gets other
+        elements than a slice of the whole dim that is split afterwards.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -219,7 +218,7 @@ class _Operation:
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         known = [value.dims for value in inputs if value.dims is not None]
-        # `_side_by_side` gives the axes of any operand; here those of all are needed.
+        # `_side_by_side` gives the axes that split the dim in any of the operands.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
@@ -311,10 +310,10 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the facts of an elementwise result as a term of a sum over `axis`, of which some
-        operands are terms. Returns None if the result is no longer followed as a term.
+        """Returns the facts of an elementwise result as a term of a sum over `axis`. At least one
+        operand is such a term. Returns None if the result is no longer followed as a term.
 
-        Notes a mistake if a term meets a dim that is split over `axis` again.
+        Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
         name = self.node.name
         known = [value for value in inputs if value.dims is not None and not value.constant]
@@ -324,7 +323,7 @@ class _Operation:
         # If one operand is no longer a linear function of its term, neither is the result.
         term = next((term for term in terms if not term.is_linear), terms[0])
         if any(_meets_split_dim(axis, value, with_term) for value in without):
-            # To subtract a device's own maximum is no mistake: a softmax may be shifted by any
+            # It is no mistake to subtract a device's own maximum: a softmax may be shifted by any
             # number.
             if name in _ARITHMETIC and not (term.is_peak and name == "sub"):
                 facts = term.node.name, term.aval, frozenset({axis})
@@ -352,8 +351,8 @@ class _Operation:
 
     def _divided_by(self) -> frozenset[str]:
         """Returns the axes whose size, or 1 over the size, is a literal operand of this operation,
-        if it is a product or a quotient. The program then divides a value by the number of devices
-        that will sum it."""
+        if it is a product or a quotient. The program then divides a value by the number of devices,
+        so that a later sum over them counts it once."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._number(value) for value in self.node.inputs]
@@ -489,8 +488,10 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
     """Returns whether `value` has a dim that is split over `axis`, and none of the values
-    `with_term` has this dim. The values `with_term` were reduced over a dim that `axis` splits, and
-    now meet such a dim again.
+    `with_term` has a split dim at that place.
+
+    One elementwise operation combines all these values. The values `with_term` were reduced over a
+    dim that is split over `axis`, and are now combined with an array that has such a dim.
     """
 
     def split_dims(value):

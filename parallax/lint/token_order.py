@@ -24,8 +24,8 @@ from parallax.trees import entry_axes, is_array
 
 
 def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets whose order is not that of the program's table of
-    places.
+    """Yields a finding for inputs and targets whose order differs from that of the program's table
+    of places.
 
     `args` are the arguments of the program; without their values nothing is found.
     """

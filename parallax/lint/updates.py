@@ -41,7 +41,7 @@ ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
-# Their results hold functions of single elements of the operands.
+# Operations whose results hold functions of single elements of the operands.
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
 # The operations that a number may pass on its way from a reduction to an update.
 PASSED_ON = (
@@ -141,7 +141,7 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 
 def is_made(program: Flat, value: int, dims: Dims) -> bool:
     """Returns whether a product, a reduction or a loop made some elements of a value, as in a
-    gradient. Any operation counts but elementwise ones, reshapes, broadcasts, transposes,
+    gradient. Other operations count too, except elementwise ones, reshapes, broadcasts, transposes,
     collectives and `iota`.
     """
     nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
@@ -183,7 +183,7 @@ def reductions(
                     waiting.append(output)
     for node, value in reduced:
         dims = known[value]
-        # A product of two functions of the elements is a norm; one with another array is none.
+        # A product of two functions of the elements is a norm; a product with another array is not.
         if node.name == "dot_general" and not all(operand in known for operand in node.inputs):
             continue
         if program.types[node.outputs[0]].size == 1:
@@ -313,11 +313,11 @@ def _is_full(program: Flat, value: int) -> bool:
 
 
 def _is_of_optax(node: Node) -> bool:
-    """Returns whether optax made the operation: whether the innermost function outside JAX that is
-    known is in a file of optax.
+    """Returns whether optax made the operation: whether the innermost known function outside JAX is
+    in a file of optax.
 
-    `scope.at` has the equation and the calls around it; `maker` gives the file of such a function,
-    or "".
+    `scope.at` has the equation and the calls around it. For each of them, `maker` returns the file
+    of the innermost function outside JAX and Python, or "" if it is not known.
     """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 

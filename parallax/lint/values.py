@@ -1,5 +1,7 @@
 """The facts that the lint follows from value to value of a program.
 
+A `Value` has the facts of one value, and a `Dim` those of one of its dims.
+
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
 along which axes it *is* the same, as far as the program shows. A value that was summed and then
 cast to varying has the same bits on all devices, although its type says otherwise. A program with
@@ -121,10 +123,10 @@ class Value(NamedTuple):
         parts: the sums and carries of the innermost loop that the value is a linear function of.
         dims: the facts of the dims; None for numbers written into the program.
         terms: the axes along which the value is a term of a sum, each with the term.
-        shared: the axes by whose size the value was divided.
+        shared: the axes by whose number of devices the value was divided.
         shard: the argument whose elements the value has, or None.
         fed: the axes along which the value depends on a split batch, without a collective between.
-        chosen: the axes whose index the value depends on.
+        chosen: the axes for which the value depends on the device's index (`axis_index`).
     """
 
     differs: frozenset[str] = NO_AXES
@@ -146,8 +148,8 @@ class Value(NamedTuple):
         return any(dim.rows for dim in self.dims or ())
 
     def with_dims_of(self, value: "Value") -> "Value":
-        """Returns the facts of a value with these numbers, and with the dims and elements of
-        `value`.
+        """Returns facts that join two records: those of the numbers (`differs` to `parts`) are of
+        this value, and all others (`dims` to `chosen`) of `value`.
         """
         return value._replace(
             differs=self.differs,
@@ -260,9 +262,9 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     """Returns the collective of an equation, or None.
 
-    `ours` is the jaxpr of the equation if it is a collective of this library. The kind of such a
-    collective is not written in it, but follows from the sizes before and after: all kinds are
-    made of `ppermute`s.
+    `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
+    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind follows from
+    the sizes before and after.
     """
     kind = _KINDS.get(eqn.primitive.name)
     # A collective among groups of an axis's devices is left out, as it does not go over the axis.
@@ -305,8 +307,8 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
     Args:
         sent: the collective.
         value: the facts of its operand.
-        axes: its axes that have several devices.
-        where: its line.
+        axes: those of its axes that have several devices.
+        where: the source line of the collective, "file.py:12".
     """
     # The first three fields of a `Value` are `differs`, `trip` and `constant`.
     if sent.kind not in ("sum", "maximum", "gather"):

@@ -1,9 +1,10 @@
 """The seconds that the messages of a planned layout take.
 
-A collective of `jax.lax` (`LAX`) takes the time of the fastest algorithm on the simulated network.
-Every other collective takes the time of a formula. A `Term` (of `traffic`) is one kind of
-collective in a step: its function, its axes, the `n` devices on them, the bytes `nbytes` that it
-takes, and its number of calls, `times`.
+A collective of `jax.lax` along one axis (`LAX`, in traffic.py, has these functions) takes the time
+of the fastest algorithm on the simulated network. Every other collective takes the time of an
+alpha-beta formula: the latency of its messages, plus its bytes times the seconds per byte. A `Term`
+(of `traffic`) is one kind of collective in a step: its function, its axes, the `n` devices on them,
+the bytes `nbytes` of the array that it takes, and its number of calls, `times`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         axis: the name of the axis.
-        algorithm: its name in `parallax.collectives`.
+        algorithm: the name of the fastest algorithm, as in `parallax.collectives`.
         seconds: for each algorithm that was tried, by name, the seconds of all collectives of
             `jax.lax` along the axis in a step; the fastest first.
     """
@@ -56,12 +57,12 @@ def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[C
 def messages(
     terms: Sequence[Term], layout: Layout, hardware: Hardware, algorithms: Sequence[Chosen] = ()
 ) -> dict[tuple[str, ...], Number]:
-    """Returns the seconds of all messages, by the axes along which they go. No message is hidden
-    behind arithmetic.
+    """Returns the seconds of all messages of a step, by the axes along which they go, such as
+    ("data",). No overlap with arithmetic is assumed.
 
-    Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms` has for
-    that axis. All others take the time of an alpha-beta formula, on the slowest link between the
-    devices of their axes.
+    Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms`, from
+    `chosen`, has for that axis. All others take the time of an alpha-beta formula, on the slowest
+    link between the devices of their axes.
     """
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms

@@ -1,8 +1,9 @@
 """Predicts the memory, messages and time of the train step of a GPT-2 or a Llama under a layout.
 The step does not run, and no device is needed.
 
-    print(plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512))
-    print(plan.compared(plan.compare(planned, compiled)))
+    planned = plan.plan(gpt2.XL, Layout(data=8, tensor=8, zero=1), hardware.A100, batch=512)
+    print(planned)
+    print(plan.compared(plan.compare(planned, compiled)))  # `compiled`: the step, compiled
 
 The bytes of state and of traffic are exact: the tests compare them with compiled programs. The
 memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
@@ -12,9 +13,9 @@ Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices.
 matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
 `forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
 (W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
-model without closed forms. `recomputed` tells what the backward pass runs again. `kernel` says
-whether attention runs in a kernel that keeps no scores, and `hardware.short` is the bytes of a
-number in a 16-bit type.
+model without closed forms. `recomputed` gives the operations that the backward pass runs again.
+`kernel` says whether attention runs in a kernel that keeps no scores, and `hardware.short` is the
+bytes of a number in a 16-bit type.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -92,7 +93,8 @@ class Memory(NamedTuple):
             # "folder/file.py" of a line such as "/home/folder/file.py:12"
             file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
             kind = f"{buffer.what}, {file}"
-            # `temporaries` leaves out bytes in the chip's own memory, which `held` may have.
+            # `held` may include bytes in the chip's own memory, which `temporaries` leaves out. So
+            # a buffer counts at most the bytes that are left.
             size = min(buffer.bytes, others)
             named[kind] = named.get(kind, 0) + size
             others -= size
@@ -124,12 +126,12 @@ class Seconds(NamedTuple):
     """Seconds of a step, without overlap.
 
     Attributes:
-        products: of matmuls.
-        passes: of passes over memory, between matmuls.
-        messages: of messages between devices.
-        update: of the optimizer's passes over parameters, gradients and its state.
-        fresh: of the operating system, which on CPUs hands out the temporaries' memory anew in each
-            step.
+        products: seconds of the matmuls.
+        passes: seconds of the passes over memory between matmuls.
+        messages: seconds of the messages between devices.
+        update: seconds of the optimizer's passes over parameters, gradients and its state.
+        fresh: seconds in which the operating system provides memory for the temporaries. On CPUs it
+            does this again in each step.
     """
 
     products: float
@@ -158,8 +160,8 @@ class Plan:
         seconds: seconds of a step.
         along: seconds of the messages of a step, by axes.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
-        optimizer: one that acts element by element.
-        axes: the collective algorithms, as in `Compute`.
+        optimizer: an optimizer that acts element by element.
+        axes: the collective algorithm of each axis, as in `Compute`.
         algorithms: the fastest algorithm along each axis along which `jax.lax` moves the data.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
@@ -240,12 +242,13 @@ def plan(
         layout: how the model and the batch are split over devices.
         hardware: a device, such as `hardware.A100`.
         batch: sequences in the global batch.
-        optimizer: one that acts element by element.
+        optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
             each. Along all other axes `jax.lax` moves the data, in the time of the fastest
             algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
-            stands for the recipe's own choice, which is such a kernel on TPUs.
+            stands for the recipe's own choice, as in `has_kernel`: such a kernel on TPUs and GPUs,
+            for the shapes and the precision that the kernel supports.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest
@@ -300,14 +303,18 @@ def plan(
 def has_kernel(
     config: Config, layout: Layout, hardware: Hardware, asked: bool | None = None
 ) -> bool:
-    """Returns whether attention runs in a kernel that keeps no scores: `asked`, or if that is None,
-    the recipe's choice, which is such a kernel on TPUs and GPUs, for the shapes and the precision
-    that it can do."""
+    """Returns whether attention runs in a kernel that keeps no scores.
+
+    The answer is `asked`, the caller's choice. If that is None, it is the recipe's choice: such a
+    kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports. Ring
+    attention, over a context axis, uses no such kernel.
+    """
     if layout.context > 1:  # ring attention instead
         return False
     if asked is not None:
         return asked
     if hardware.platform == "tpu":
+        # The kernel takes whole blocks of tokens. The last of `BLOCKS` is the smallest.
         return config.context % flash.BLOCKS[-1] == 0
     # cuDNN's kernel, which needs 16 bits.
     is_recent = hardware.platform == "cuda" and hardware.name not in BEFORE_AMPERE
@@ -383,12 +390,13 @@ def memory(
     from closed forms. The arguments are those of `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
-    # Any attention that keeps no scores needs the same memory as a GPU's kernel, which runs only on
-    # a GPU.
+    # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
+    # either, so it needs the same memory.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
-    # The plan has float32 parameters, also if the caller set other promotion rules in JAX.
+    # The plan has float32 parameters, also if the caller has set other promotion rules or 64 bits
+    # in JAX.
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         found = decoders.traced(
             *(family_of(config), config, layout, hardware),
@@ -430,10 +438,11 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     """Returns the floating-point operations of the calls in `size` on one device."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
-    # The share of (query, key) pairs that is computed. In zigzag order a device has 2 of the 2n
-    # chunks, so 4n pairs of a chunk of queries and one of keys. It computes 2n + 1 of them: not
-    # those whose keys come after the queries. One device is counted with all pairs: the
-    # family's own attention computes all scores, and masks those after the query.
+    # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
+    # 2 of the 2n chunks of tokens. Each of them meets the keys of 2n chunks: 4n pairs of chunks. A
+    # device skips the pairs whose keys come after the queries, and computes 2n + 1 pairs. Without a
+    # context axis all pairs count: the family's own attention computes all scores, and masks those
+    # of later keys.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
     # A layer's forward pass: 2 operations for each token and weight, and attention's two products
@@ -450,8 +459,8 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     # Forward and both gradients are 3 products of 2 operations for each token and weight. The
     # vocabulary is split over the stages too.
     head = 6 * D * config.rows * size.tokens / (layout.stage * t)
-    # The whole backward pass costs 2 forward passes. Its weights' gradients, as many operations as
-    # `weights`, have calls of their own.
+    # The whole backward pass costs 2 forward passes. The gradients of the weights are a part of it,
+    # with as many operations as `weights`. They have calls of their own (`size.weights`).
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
     return size.layers * (size.forward * forward + backward) + size.heads * head
 

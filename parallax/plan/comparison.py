@@ -37,18 +37,21 @@ class Comparison(NamedTuple):
 
 
 def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
-    """Returns each prediction beside the number in the compiled step of the same layout. The
-    program's numbers come from its `memory_analysis()` and its collectives.
+    """Returns each prediction beside the number in the compiled step of the same layout: the bytes
+    of the arguments, of the temporaries, and of the messages along each set of axes.
+
+    The program's numbers come from its `memory_analysis()` and its collectives.
 
     The bytes of arguments and messages should be equal; those of temporaries should be near.
     """
     memory = compiled.memory_analysis()
     assert memory is not None
-    # All arguments are placed on one mesh.
+    # All arguments are placed on one mesh, so that of any argument will do.
     mesh = next(iter(jax.tree.leaves(compiled.input_shardings))).mesh
     along: dict[tuple[str, ...], int] = {}
     for entry in certificate.read(compiled, mesh):
-        # `jax.lax` leaves collectives of one device in the program, which send nothing.
+        # The program may have collectives of `jax.lax` over one device. They have no axes, and
+        # they send nothing.
         if not entry.axes:
             continue
         along[entry.axes] = along.get(entry.axes, 0) + entry.bytes

@@ -29,9 +29,12 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns whether each operand of a jaxpr is needed for the `results` that are true. Also
-        returns, for each equation, whether each of its results is needed; None if the equation is
-        not needed."""
+        """Returns two lists, for the results of a jaxpr that are true in `results`.
+
+        The first list says for each operand of the jaxpr whether these results need it. The second
+        has an entry for each equation: whether each of its results is needed, or None if the
+        equation is not needed.
+        """
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
             self.kept.append(jaxpr)
@@ -39,8 +42,9 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
-        """Returns the result of `__call__`. Goes backward through the equations with the set of
-        variables that are needed so far, `live`. An equation with effects is always needed."""
+        """Computes the two lists that `__call__` returns. Goes backward through the equations, with
+        the set of variables that are needed so far, `live`. An equation with effects is always
+        needed."""
         live = {
             atom
             for atom, used in zip(jaxpr.outvars, results, strict=True)

@@ -35,14 +35,15 @@ def traced(
         layout: how the model and the batch are split over devices.
         hardware: a device, such as `hardware.H100`.
         batch: sequences in the global batch.
-        optimizer: as `decoder.train_step` takes it.
-        options: `compute`, as `decoder.train_step` takes it.
+        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`.
+        options: `compute`, a `recipe.Compute`: the choices that the layout does not make.
 
     Raises:
-        ValueError: as `decoder.train_step` does.
+        ValueError: the layout does not fit the model or the batch; or `compute` does not fit the
+            layout.
     """
     world = mesh.abstract(**layout.axes)
-    if hardware.platform == "tpu":  # The recipe reads the platform, and takes its TPU kernel.
+    if hardware.platform == "tpu":  # so that the recipe chooses its TPU kernel for attention
         world = world.update(abstract_device=AbstractDevice(hardware.name, 1, hardware.platform))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     found: list[Trace] = []

@@ -16,9 +16,9 @@ class Layer(NamedTuple):
 
     Attributes:
         width: D.
-        queries: H K.
-        keys: G K.
-        hidden: F.
+        queries: the width of all queries of a token, H K.
+        keys: the width of all keys of a token, G K. The values have the same width.
+        hidden: the width F of the feed-forward.
         inputs: the number of matrices that read the feed-forward's input: 2 if gated, else 1.
     """
 

@@ -131,7 +131,8 @@ def daly(between: float, save: float) -> float:
 
 def wall(between: float, interval: float, *, save: float, restart: float) -> float:
     """Returns the expected seconds of the run for one second of useful work, by the formula at the
-    top of this file: M e^(R/M) (e^((tau + delta)/M) - 1) / tau."""
+    top of this file: M e^(R/M) (e^((tau + delta)/M) - 1) / tau. Here M is `between`, R `restart`,
+    tau `interval`, and delta the seconds of a `save`."""
     return (
         between * math.exp(restart / between) * math.expm1((interval + save) / between) / interval
     )

@@ -47,9 +47,9 @@ class Value:
         self.bytes = nbytes(aval)
         # The buffers that the value reads element by element; it may be written over one of them.
         self.near: frozenset[Buffer] = frozenset([buffer] if buffer else ())
-        self.source: Value | None = None  # the value of which this is a reshape or a copy
-        # If the value is the result of JAX's `platform_index`, by which a `cond` chooses code for a
-        # platform: the branch that the platform of this trace takes.
+        self.source: Value | None = None  # the value that this value reshapes or copies
+        # Set only for the result of JAX's `platform_index`, by which a `cond` chooses the code for
+        # a platform: the number of the branch for the platform of this trace.
         self.branch: int | None = None
         self.is_zeros = False  # whether it is an array of zeros that the program makes
 
@@ -65,7 +65,8 @@ class Frame:
     def __init__(self):
         """Begins a frame without operations."""
         self.operations: list[Operation] = []
-        # The operands and results of each equation, so that an equal one is not computed again.
+        # The operands and results of each equation, by a key that equal equations share. An equal
+        # equation gets these results, and is not computed again.
         self.known: dict[Any, tuple[Sequence[Value], list[Value]]] = {}
         # Arrays of zeros, by the number of their elements and their dtype (`shared_zeros`).
         self.zeros: dict[tuple[int, Any], Buffer] = {}

@@ -31,7 +31,8 @@ def terms(
         config: the model's sizes.
         layout: the layout of one island.
         islands: the number of islands.
-        axis: as in `islands.local`; by default a ring along `island`.
+        axis: the axis of the islands, with or without an algorithm, or an `ErrorFeedback`, as
+            `islands.local` takes it; by default a ring along `island`.
         itemsize: bytes of a parameter.
     """
 
@@ -55,7 +56,7 @@ def terms(
                 "changes between islands", ("island",), all_reduce, count * wide, 1, islands, wide
             )
 
-    # The condition is about the islands, not about the term: for one island the list is empty.
+    # One island sends nothing: the list is then empty.
     return [term for term in found() if islands > 1]
 
 

@@ -46,7 +46,7 @@ class Reading:
         self.frames = [Frame()]  # the innermost is last
         self.times = 1  # trips of all loops around, multiplied
         self.sizes: dict[str, int] = {}  # devices on each axis of the mesh
-        self.mesh: Any = None
+        self.mesh: Any = None  # that of the shard_map around
         self.checked = True  # `check_vma` of the shard_map around
         # The caller's equation, if the equations inside it have no line of the caller's.
         self.at: JaxprEqn | None = None
@@ -222,7 +222,7 @@ class Reading:
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
         if not plain or eqn.primitive.name == "optimization_barrier" or eqn.effects:
             return self._equation(eqn, operands, used, readers)
-        # The same numbers in another shape have the same root, so the type belongs to the key.
+        # A reshape has the same root as its operand, so the key has each operand's type too.
         roots = tuple((id(value.root), str(value.aval)) for value in operands)
         key = (
             eqn.primitive.name,
@@ -241,8 +241,9 @@ class Reading:
     def _equation(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of an equation: of control flow, of a call such as `jit`, whose jaxpr
-        is walked in place, or of an operation."""
+        """Returns the results of an equation. Control flow and the library's collectives have
+        methods of their own, and the jaxpr of a call, such as a `jit`, is walked in place. Every
+        other equation is a plain operation."""
         name = eqn.primitive.name
         control = {
             "shard_map": self._shard_map,
@@ -423,18 +424,18 @@ class Reading:
         for value in operands:
             self.hold(value)
         # `largest` becomes the key, the counts and the peak of the largest branch so far.
-        before, largest = self._counted(), None
+        before, largest = self._copied_counts(), None
         for branch in branches:
-            self._count(before)
+            self._restore_counts(before)
             self.frames.append(Frame())
             for value in self.run(branch, operands, used, readers):
                 self.hold(value)
             peak = liveness.peak(self.frames.pop().operations, ())
             key = (self.products.total(), self.messages.total(), peak.bytes)
             if largest is None or key > largest[0]:
-                largest = key, self._counted(), peak
+                largest = key, self._copied_counts(), peak
         assert largest is not None
-        self._count(largest[1])
+        self._restore_counts(largest[1])
         results = [Buffer(nbytes(aval), self.at or eqn) for aval in jaxprs.types(eqn.outvars)]
         reads = tuple({base for value in (index, *operands) for base in value.root.reads})
         # The conditional is one operation, with the branch's peak as `inner`.
@@ -444,8 +445,9 @@ class Reading:
             for aval, buffer in zip(jaxprs.types(eqn.outvars), results, strict=True)
         ]
 
-    def _counted(self):
-        """Returns copies of all counts, for `_count`."""
+    def _copied_counts(self):
+        """Returns copies of all counts of the walk so far, which `_restore_counts` takes. They let
+        `_cond` walk each branch from the same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -455,10 +457,10 @@ class Reading:
             list(self.unbounded),
         )
 
-    def _count(self, counted) -> None:
-        """Sets all counts back to `counted`, a result of `_counted`. The counters and the list are
-        copied, so that `counted` can be used again."""
-        products, lines, self.read, self.written, messages, unbounded = counted
+    def _restore_counts(self, counts) -> None:
+        """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the list
+        are copied, so that `counts` can be used again."""
+        products, lines, self.read, self.written, messages, unbounded = counts
         self.unbounded = list(unbounded)
         self.products, self.lines, self.messages = (
             Counter(products),
@@ -616,9 +618,17 @@ class Reading:
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
-        """Returns the copies that a backend makes of a backward loop's slices if the loop is
-        unrolled, each with its bytes: `habits.slices` copies for every layer in the loop's body
-        after the first. A loop that runs forward has none."""
+        """Returns the copies that a backend makes of the slices in a backward loop whose body has
+        several layers: pairs of bytes and a buffer.
+
+        There are `habits.slices` copies of each slice for every layer after the first. A loop that
+        runs forward has none.
+
+        Args:
+            eqn: the loop.
+            sliced: its slices of the stacked operands.
+            wanted: whether the body needs each slice.
+        """
         if not eqn.params.get("reverse", False):
             return []
         count = self.habits.slices * (eqn.params.get("unroll", 1) - 1)
@@ -647,9 +657,10 @@ class Reading:
         return [(count * buffer.bytes, buffer) for buffer, is_read in early.items() if is_read]
 
     @staticmethod
-    def _carries(body, constants, starts, counts):
+    def _carries(body, constants, starts, needed_results):
         """Yields each carry's start, its variable in the body, and whether it is needed."""
-        return zip(starts, body.invars[len(constants) :], counts, strict=False)
+        # The operands and the results of the body go on after the carries, so `strict` is False.
+        return zip(starts, body.invars[len(constants) :], needed_results, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
         """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. The

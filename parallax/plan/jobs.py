@@ -86,7 +86,7 @@ def jobs(layout: Layout) -> Jobs:
     # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads. XLA
     # also embeds a single microbatch only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
-    # In lockstep no slots are kept for arrivals: 0.
+    # In lockstep no message between stages waits, so `arrivals` is 0.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
 
@@ -96,9 +96,10 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns the number of ticks that last as long as F, as I and as W, given the cost of each.
+    """Returns three numbers of ticks: those that last as long as F, as I, and as W.
 
     Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
+    `costs` has the costs of F, I and W, such as their seconds.
     """
     return table_of(layout).timed_ticks(*costs)
 

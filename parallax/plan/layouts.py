@@ -58,10 +58,10 @@ def search(
 
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts
     differ only in ZeRO's stage and in remat, only the fastest of those that fit is listed. A tensor
-    axis also splits the tokens if it can: the messages have as many bytes, and a device keeps
-    fewer. A pipeline splits the batch into microbatches of `choices.sequences` sequences each. A
-    schedule that defers the weights' gradients recomputes nothing. ZeRO splits over all replicas,
-    or within groups of them (HSDP).
+    axis also splits the tokens if it can: the messages have the same number of bytes as without
+    this split, and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
+    `choices.sequences` sequences each. A schedule that defers the weights' gradients recomputes
+    nothing. ZeRO splits over all replicas, or within groups of them (HSDP).
 
     Args:
         config: the model's sizes.
@@ -76,8 +76,8 @@ def search(
 
     Raises:
         ValueError: no layout has exactly `devices` devices; or none of these layouts fits, and the
-            message names the one that needs least memory; or a number is below 1, or a precision or
-            a schedule is unknown.
+            message names the layout that needs the least memory; or a number is below 1, or a
+            precision or a schedule is unknown.
     """
     known(config)
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
@@ -198,11 +198,13 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
-    """Yields fields of `Layout` that divide the model and the batch: the sizes of the axes, and the
-    numbers of microbatches and chunks. `sequences` are the sizes of a microbatch to try."""
+    """Yields fields of `Layout` that divide the model and the batch of `batch` sequences: the sizes
+    of the axes, and the numbers of microbatches and chunks. `sequences` are the sizes of a
+    microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
-        # The vocabulary (`rows`) is split over both axes, heads and feed-forward over tensor only.
+        # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over
+        # tensor only.
         if (
             remainder
             or config.rows % (tensor * stage)
@@ -241,6 +243,7 @@ def _groups(replicas: int, stage: int) -> list[int]:
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
     """Returns a lower bound of the bytes that a device needs: the bytes of the step's arguments and
     of the arrays that the layers keep for the backward pass."""
+    # With an attention kernel the layers keep no scores.
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

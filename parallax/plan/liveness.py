@@ -6,7 +6,7 @@ reads and writes. A buffer lives from the operation that writes it to the last o
 it. An operation may read an operand element by element, or update a part of it. Its result is then
 written over the operand if nothing reads the operand later. The buffers that are written over each
 other share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
-constant of the whole step, which is no temporary.
+constant of the whole step. It does not count as a temporary.
 """
 
 from collections.abc import Sequence
@@ -141,8 +141,8 @@ def peak(
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array
-    # come before the operation that makes the new one (<). An operation that reads the old array
-    # element by element has written over it above already.
+    # come before the operation that makes the new one (<). The loop above has already treated an
+    # operation that reads the old array element by element (`over`).
     for made, under in carried:
         if (
             made in born

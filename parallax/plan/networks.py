@@ -89,9 +89,12 @@ class Nested(NamedTuple):
         return self.levels[-1].devices
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Returns the seconds of a round, as `Network.round` does. A message uses the links of the
-        smallest level whose group has both its ends, and leaves the smaller groups by their shared
-        links."""
+        """Returns the seconds until all messages of a round have arrived.
+
+        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
+        of one message. A message uses the links of the smallest level whose group has both its
+        ends, and leaves the smaller groups by their shared links.
+        """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
         inside = 1  # devices in a group of the level below
@@ -147,8 +150,12 @@ class Torus(NamedTuple):
         return math.prod(self.shape)
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
-        """Returns the seconds of a round, as `Network.round` does. A message goes along one dim
-        after another, in a ring each time the shorter way round."""
+        """Returns the seconds until all messages of a round have arrived.
+
+        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
+        of one message. A message goes along one dim after another, and in a ring it goes the
+        shorter way round.
+        """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices)
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
         rings = self.rings or (True,) * len(self.shape)
@@ -184,12 +191,14 @@ class Torus(NamedTuple):
 
 
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
-    """Returns the network of this number of devices: a torus of TPUs, or the chip's domains (of
-    fast links), joined by a slower network without oversubscription."""
+    """Returns the network of this number of devices. TPUs of one slice form a torus. All other
+    devices form domains with fast links inside, which a slower network without oversubscription
+    joins."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
-        # The torus of the hardware, if it has this number of devices; else one that is near to a
-        # cube, or to a square for the chips in `torus.FLAT`. Without a torus, the product is 1.
+        # The torus of the hardware, if it has this number of chips; else one that is near to a
+        # cube, or to a square for the chips in `torus.FLAT`. Without a torus of the hardware, the
+        # product of its dims is 1. `closed_dims` says whether each dim closes in a ring.
         is_slice = math.prod(hardware.torus) == devices > 1
         is_flat = hardware.name in torus.FLAT
         box = hardware.torus if is_slice else _box(devices, 2 if is_flat else 3)
@@ -204,6 +213,7 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
     """Returns the torus with the devices of a mesh whose axes have these `sizes`, each on the chip
     where `mesh.make` lays it."""
+    # Each chip is one device. The last coordinate is the core, which is dropped.
     places = torus.coordinates(network.shape, network.rings, 1, sizes)  # [*sizes, dims + core]
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
     chips = np.ravel_multi_index(tuple(of_devices.T), network.shape)
@@ -279,8 +289,8 @@ def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
     """Returns for each device, [devices], the number of the device that is `step` further on in its
-    own group. The group is a box of this `shape`; `step` has a distance for each dim of the box, in
-    which it wraps round."""
+    own group. The group is a box of this `shape`, and `step` has a distance for each dim of the
+    box. A step beyond the end of a dim goes on at its start."""
     here = np.arange(devices)
     place = here // group.stride % group.size  # of each device in its group
     at = np.unravel_index(place, tuple(shape))  # its coordinates in the box
@@ -302,7 +312,9 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
-    for inside in (8, 16, 64, 256):  # devices of a machine, or of another fast domain
+    # A ring inside each machine, then a ring or halving over the machines. `inside` is the devices
+    # of a machine, or of another fast domain.
+    for inside in (8, 16, 64, 256):
         if size % inside == 0 and size > inside:
             for algorithm in (machines(inside), machines(inside, halving)):
                 yield algorithm.name, functools.partial(algorithm.table, size)
@@ -317,8 +329,8 @@ def choose(
     Args:
         times: for each collective its kind, such as "all_reduce", the bytes of the array that it
             takes, and the number of its calls.
-        network: as `seconds` takes it.
-        group: as `seconds` takes it.
+        network: the network of all devices.
+        group: the devices of the axis: their number, and the distance of their numbers.
     """
     seconds_by_name = {}
     for name, _ in makers(group.size):
@@ -368,4 +380,5 @@ def price(name: str, kind: str, network: Network, group: Group) -> Link:
     routes = len(tables) if isinstance(tables, tuple) else 1
     small = group.size * routes * 2**10  # whole bytes in each block, so nothing is rounded up
     once, twice = (seconds(tables, size, network, group, kind=kind) for size in (small, 2 * small))
+    # The line through the two points: its value at 0 bytes, and its slope.
     return Link(2 * once - twice, (twice - once) / small)

@@ -69,7 +69,8 @@ def operations(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "dot_general":
         (over, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(left.shape[dim] for dim in over)
-    # The dims of the kernel: its outputs, which are no terms of a sum, then its inputs and space.
+    # The dims of the kernel: first its output features, then its input features and the dims of
+    # space. A sum goes over all of them but the first.
     kernel = eqn.params["dimension_numbers"].rhs_spec
     terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
     # The transpose of a strided convolution reads its input with zeros between the numbers, and

@@ -22,8 +22,8 @@ class Recomputed(NamedTuple):
         sums: sums over devices per layer that the backward pass runs again.
         matmuls: whether it runs the matmuls with weights again.
         scores: the share of attention's matmuls that it runs again: a half if attention's result is
-            kept, and only the scores are not.
-        passes: the share of a layer's results, between matmuls, that it computes again.
+            kept and its scores are not.
+        passes: the share of the arrays between a layer's matmuls that it computes again.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -66,7 +66,7 @@ def recomputed(layout: Layout) -> Recomputed:
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No
     # gradient needs the result of its second sum. `gathers` and `sums` do not count those of a
-    # stage that runs again: its readers add them if `whole_stage`.
+    # stage that runs again: the functions that read `whole_stage` add them.
     return Recomputed(
         keeps=keeps,
         keeps_gathered=not gathers_again,

@@ -27,7 +27,8 @@ FLOAT = 4  # bytes of a number in a sum, a norm or a softmax
 # Arrays of the feed-forward's width that a layer keeps, by the number of its input matrices: the
 # inputs of the activation (`remat.of_arguments`), and its result, the last matmul's input.
 ARRAYS_OF_ACTIVATION = {1: 2, 2: 3}
-# Further arrays of that width that JAX's GELU and SwiGLU compute, and the backward pass again.
+# Further arrays of that width that JAX's GELU and SwiGLU compute. The backward pass computes them
+# again.
 INSIDE_ACTIVATION = {1: 4, 2: 2}
 TILE = 512  # tokens of a tile's side: that of `context.TILED`
 
@@ -54,9 +55,9 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """Returns the sizes of a microbatch on a device: the numbers of a whole activation, of one that
-    is split over the tensor devices, of the scores, the bytes of a number, the numbers of the
-    residual stream, and those that are kept of the input of a column-parallel layer."""
+    """Returns the sizes of the arrays of a microbatch on a device, and the bytes of one number. The
+    sizes are those of an activation, whole or split over the tensor devices, of attention's scores,
+    of the residual stream, and of the input of a column-parallel layer as it is kept."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T
@@ -74,8 +75,8 @@ def everything(
     """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
     scores with remat `attention`.
 
-    The two norms keep their inputs, and column-parallel layers keep theirs. Attention keeps q, k, v
-    and its result; GELU or SwiGLU its inputs and its result. The softmax keeps its result in
+    The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
+    result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps its result in
     float32 and in the type of the computation, and two numbers per row. With a `kernel`, or over a
     context axis, no scores are kept.
     """
@@ -132,9 +133,9 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     """Returns the bytes that the job for a layer's input gradient hands on to the job for the
     gradients of its weights, if nothing is computed again.
 
-    These are the cotangents of the results of its matmuls, and the gradients of norms and biases.
-    In a GPT-2 the cotangents are 3 + 4 arrays of width D, split over the tensor devices, and two
-    whole ones, those of the row-parallel matmuls.
+    These are the cotangents of the results of the layer's matmuls, and the gradients of its norms
+    and biases. In a GPT-2 the cotangents are 3 + 4 arrays of width D, split over the tensor
+    devices, and two whole arrays, those of the row-parallel matmuls.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel

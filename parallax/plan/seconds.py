@@ -69,7 +69,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     # The calls of `jax.lax` along each axis: kind, bytes of the operand, number of calls.
     calls: dict[str, list[tuple[str, int, int]]] = {}
     for message, times in trace.messages.items():
-        # `_LIKE` has the kinds of collectives of `jax.lax`.
+        # `_LIKE` has the kinds that are simulated: all-reduce, all-gather and reduce-scatter.
         if message.kind in _LIKE and len(message.axes) == 1:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
             calls.setdefault(message.axes[0], []).append(call)
@@ -94,8 +94,9 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
 
 
-# Collectives of `jax.lax`, which have no table. Along several axes at once they take the time of
-# halving, which among algorithms of equal bytes has the fewest rounds.
+# The collectives of `jax.lax` that reduce or gather. The program does not say which messages
+# they send. Along several axes at once they take the time of halving: of the algorithms that send
+# equally many bytes, it has the fewest rounds.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,

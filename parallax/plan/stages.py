@@ -31,8 +31,8 @@ class StageWork(NamedTuple):
 
     Attributes:
         forward: operations of F for one chunk.
-        backward: operations of I for one chunk; with `save=inputs` also of the forward pass that
-            runs again.
+        backward: operations of I for one chunk; with `save=inputs` they include those of the
+            forward pass that runs again.
         weight: operations of W for one chunk.
         head: operations of the head and its gradient.
     """
@@ -61,10 +61,22 @@ def stage_work(
 ) -> Callable[..., StageWork]:
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
-    arguments of `stage_work` are those of `pipeline.value_and_grad`, and `in_specs` is that of the
-    `mesh.spmd` around the pipeline. I and W together have the operations of the whole backward
-    pass: no matmul is counted twice.
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Its
+    `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the operations
+    of the whole backward pass: no matmul is counted twice.
+
+    `pipeline.value_and_grad` takes the same arguments.
+
+    Args:
+        embed: `(params, microbatch) -> x`, the input of the first stage.
+        stage: `(params, x, microbatch, position) -> x`, one chunk of layers.
+        head: `(params, x, microbatch) -> loss`.
+        schedule: the table of the pipeline's jobs.
+        axis: the axis of the stages.
+        blocks: picks from `params` the layers that are split over the stages.
+        trainable: the leaves of `params` that have a gradient.
+        save: which arrays wait for the backward pass: `residuals`, or `inputs`, which saves only a
+            stage's input.
     """
     functions = Functions(embed, stage, head, blocks, trainable)
 
@@ -77,7 +89,7 @@ def stage_work(
             """Adds the operations of F, I, W and the head to `counts`, and returns no array.
 
             `in_halves` splits the backward pass into I and W, also if the schedule does not. `send`
-            would choose how stages send activations, which matters to no matmul.
+            says how stages send activations. It does not change the matmuls.
             """
             params = eqx.combine(arrays, static)
             jobs = Jobs(

@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Returns the path and shape of each array of the whole model. Its layers are stacked: [L, ...]
-    or, if `chunks` is given, [v, L / v, ...]."""
+    or, if `chunks` is given as in a pipeline, [v, L / v, ...]."""
     model_class = family_of(config).model
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
@@ -71,8 +71,8 @@ def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
 def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
     """Returns the model's arrays on a device. `data` is the number of devices over which ZeRO
     splits them, 1 without ZeRO."""
-    # Only the rules of this layout matter. All stages of ZeRO split a leaf in the same dim, so
-    # ZeRO-1 stands for them. A pipeline must have a multiple of its stages as microbatches.
+    # Only the rules of this layout matter. ZeRO-1, 2 and 3 split a leaf in the same dim, so ZeRO-1
+    # stands for all three. The number of microbatches must be a multiple of the stages.
     layout = Layout(
         data=data,
         stage=stage,

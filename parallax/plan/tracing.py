@@ -129,8 +129,9 @@ def trace(
     buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
     # Results with the donated buffers that they are written over, and the other results.
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
-    # Copies of donated arguments live from here until all results are written: one operation makes
-    # them, and one after the results reads them.
+    # Some backends copy donated arguments before results overwrite them (`habits`). The copies live
+    # from here until all results are written: the first `emit` makes them, and the second, after
+    # the results, reads them.
     copied = compiler_copies.of_arguments(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
@@ -198,7 +199,8 @@ def _placed(
     """Returns the results that are written over a donated argument of their size, each with the
     argument's buffer, and the results that are not.
 
-    Each result takes the first buffer of `free` of its size that is left, as XLA does.
+    `free` has the donated buffers. Each result takes the first of them that has its size and is not
+    taken yet, as XLA does.
     """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:

@@ -41,15 +41,16 @@ from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # tokens whose logits `cross_entropy.mean` computes at once
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-# For each collective of `jax.lax`, the function that its time is taken from, and the bytes of its
-# result.
+# For each collective of `jax.lax`: the function whose time it takes, and a function that returns
+# the bytes of its result, from the bytes that it takes and the number of devices.
 LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
     lax.all_gather: (halving.all_gather, lambda nbytes, n: nbytes * n),
 }
 IDLE = {"mlp.down.bias"}  # leaves of a layer that its backward pass never reads
-# Leaves that it does not read if everything is kept: the results of the biases' additions are kept.
+# Biases that a backward pass does not read if the layer keeps everything: the layer then keeps the
+# sums to which they were added.
 ADDED = {f"{part}.bias" for part in (*NORMS, *LINEARS)}
 
 
@@ -91,8 +92,8 @@ class Term(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step, as certificates count them: the bytes of the
-        collectives' results in the compiled program."""
+        """Bytes that a device sends in a step, as `compiled.certificate` counts them: the bytes of
+        the collectives' results in the compiled program."""
         return self.times * self.cost.sent
 
 
@@ -108,7 +109,7 @@ class Sizes(NamedTuple):
         heads: calls of the head.
         embeds: calls of the embedding.
         leaves: calls of the embedding's transpose.
-        hops: activations sent to the next stage, and cotangents to the one before.
+        hops: activations that are sent to the next stage, and cotangents to the stage before.
         last: the number of ticks at the step's end that have the same lanes.
         weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
             schedule has a lane for them.
@@ -214,7 +215,11 @@ class _Step:
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
         """Returns a `Term` along `axes`, in the mesh's order and without those of one device.
-        `itemsize` is by default that of a number that the model computes."""
+
+        `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
+        each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
+        default of one that the model computes.
+        """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
         return Term(
@@ -246,14 +251,18 @@ class _Step:
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-reduce of `nbytes` on each device: one for each group of axes
-        with the same algorithm."""
+        """Yields the terms of an all-reduce of `nbytes` on each device, `times` times in a step:
+        one for each group of axes with the same algorithm. `what` is a name for the data."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of a reduce-scatter of `nbytes` on each device: one for each group of
-        axes, the first axis first. Each group leaves 1/n of the bytes for the next group."""
+        """Yields the terms of a reduce-scatter of `nbytes` on each device, `times` times in a step:
+        one term for each group of the axes `over`, the first axis first.
+
+        A group of n devices leaves 1/n of the bytes for the next group. `what` is a name for the
+        data.
+        """
         for group in self.groups(over):
             yield self.term(
                 what, group, self.algorithm(group).reduce_scatter, nbytes, times, itemsize
@@ -261,8 +270,12 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-gather of parts of `nbytes`, one on each device: a term for
-        each group of axes, the last axis first. Each group hands n times its bytes to the next."""
+        """Yields the terms of an all-gather of parts of `nbytes`, one on each device, `times` times
+        in a step: one term for each group of the axes `over`, the last axis first.
+
+        A group of n devices hands n times its bytes to the next group. `what` is a name for the
+        data.
+        """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
             nbytes *= self.size_of(group)
@@ -288,7 +301,8 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
-        two halves of its all-reduces."""
+        two halves of its all-reduces. `gathered` and `scattered` are names for the data, `gathers`
+        and `scatters` the numbers of calls in a step."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
@@ -338,8 +352,9 @@ class _Step:
 
     def between_stages(self) -> Iterator[Term]:
         """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
-        the gradients of parameters that all stages share. With `sequence` also yields the sums over
-        `tensor` of gradients of which each tensor device has only those of its tokens.
+        the gradients of parameters that all stages share. With `sequence` a tensor device has, for
+        parameters that are not split over `tensor`, only the gradients from its own tokens. The
+        sums of these gradients over `tensor` are yielded too.
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.
