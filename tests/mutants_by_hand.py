@@ -2470,7 +2470,7 @@ TRACED = (
         "Reading._zeros",
         "value.is_zeros = True",
         "value.is_zeros = False",
-        "test_trace.py::test_peaks_of_each_family",
+        "test_trace.py::test_a_cpu_keeps_zeros_from_a_loop_to_the_gather_that_begins_with_them_too",
     ),
     Mutant(
         "has_effects",

@@ -151,11 +151,11 @@ def test_four_thousand_devices():
     assert found.sent["data",] >= 2 * 4095 * (4 * 4 * WIDTH**2 // 4096)
 
 
-def on_one(f, *shapes):
+def on_one(f, *shapes, platform=""):
     """The trace of `f` on a mesh of one device."""
     world = mesh.abstract(data=1)
     mapped = mesh.spmd(f, mesh=world, in_specs=(P(),) * len(shapes), out_specs=P())
-    return plan.trace(jax.jit(mapped), shapes, world)
+    return plan.trace(jax.jit(mapped), shapes, world, platform=platform)
 
 
 SHAPE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
@@ -215,6 +215,17 @@ def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
     less, more = lambda x: x, lambda x: x @ x @ x @ x
     assert of_branches(looped, more) == of_branches(more, looped) == []
     assert len(of_branches(looped, less)) == len(of_branches(less, looped)) == 1
+
+
+def test_a_cpu_keeps_zeros_from_a_loop_to_the_gather_that_begins_with_them_too():
+    def f(x):
+        stacked = lax.scan(lambda y, _: (y @ x, y), x @ x, None, length=8)[1]
+        part = stacked.sum(0, keepdims=True) @ x
+        gathered = lax.dynamic_update_slice(lax.empty(stacked.shape, x.dtype), part, (3, 0, 0))
+        return gathered.sum(0) @ x
+
+    kept = on_one(f, SHAPE, platform="cpu").temporaries - on_one(f, SHAPE).temporaries
+    assert kept == 8 * SIZE
 
 
 def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():
