@@ -18,9 +18,10 @@ class Backend(NamedTuple):
         arguments: whether a donated argument is copied before a result overwrites it, if another
             result that overwrites an argument is computed from it. The new weights, for example,
             are computed from the moments, which the new moments overwrite.
-        zeros: whether arrays of zeros with the same number of elements are made once. XLA then
-            keeps them from the first loop or update that begins with them to the last. A loop's
-            stacked results begin as zeros too, and so does the result of a ring's all-gather.
+        zeros: whether arrays of zeros with the same number of elements are made once, at the start
+            of the program or of a loop's body. They stay until the last loop or update that begins
+            with them: a loop's stacked results begin as zeros, and so does the result of a ring's
+            all-gather.
         together: whether a backward loop with two layers in its body (ZeRO-3) gathers and computes
             again for both of them before the backward pass of the first.
         slices: the number of copies of a layer's part of each stacked array, for each layer in a

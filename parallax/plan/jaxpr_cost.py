@@ -95,12 +95,13 @@ class Reading:
 
     def shared_zeros(self, aval: Any) -> Buffer:
         """Returns the frame's buffer of zeros of this size and dtype, in whatever shape. The first
-        call for a size makes it."""
+        call for a size makes it, before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
             known[key] = Buffer(nbytes(aval), self.at, what="zeros")
-            self.emit(Operation((), (known[key],)), written=known[key].bytes)
+            self.frames[-1].operations.insert(0, Operation((), (known[key],)))
+            self.written += self.times * known[key].bytes
         return known[key]
 
     def made(
