@@ -120,11 +120,10 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries, or a mapping from an axis (a name, or a tuple of names). The
-            mapping gives the bytes of all results along the axis, or a `Cost`. The `sent`,
-            `messages` and `chain` of a `Cost` are compared with the bytes, the count and the hops.
-            Fewer hops than predicted are no difference, since several arrays may travel side by
-            side.
+        predicted: a list of entries; or a mapping from an axis (a name, or a tuple of names) to
+            the bytes of all results along this axis, or to a `Cost`. The `sent`, `messages` and
+            `chain` of a `Cost` are compared with the bytes, the count and the hops. Fewer hops than
+            predicted are no difference, since several arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):

@@ -253,8 +253,8 @@ def _instruction(name: str, definition: str) -> Instruction:
 
 
 def runs(program: Module) -> Iterator[Run]:
-    """Yields the collectives of a program, in the order of its text, from all branches of
-    conditionals."""
+    """Yields a `Run` for each collective in the text of a program, in the order of the text. The
+    branches of a conditional all count, since the text does not tell which branch runs."""
 
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
@@ -281,8 +281,9 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Returns pairs of instructions: a loop that contains collectives, and a later collective, or
-    another such loop, that may run before the first loop has ended.
+    """Returns pairs of instructions whose collectives may run at the same time. The first of a pair
+    is a loop that contains collectives. The second is a later collective, or another such loop,
+    that does not wait for the end of the first.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
     still run the loop. Collectives of the two can then meet in one rendezvous, and the process

@@ -5,7 +5,7 @@ bytes. Every other instruction, and every instruction on a GPU, takes the time o
 of its bytes at the chip's rates, whichever is longer. The bytes are those that the
 instruction reads and writes. If it slices an array, or updates one in place, only the bytes of the
 slice or of the update count. `hardware.rate` is a chip's operations per second, `efficiency` the
-share of them that products reach, and `bandwidth` the bytes per second of its memory.
+share of this rate that matrix products reach, and `bandwidth` the bytes per second of its memory.
 `hardware.clock` is the cycles per second of a TPU, and 0 for other chips. `hardware.reached` has
 the shares of the memory's rate and of the links' rate that programs reach. A `line` is an
 instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}", and

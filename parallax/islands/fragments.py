@@ -112,9 +112,9 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
-                f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be "
-                f"the same and at least count; got the sizes {sorted(sizes)}. Use a smaller "
-                "count, or by_path."
+                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves. All "
+                f"must have the same size of this dim, at least count; got the sizes "
+                f"{sorted(sizes)}. Use a smaller count, or by_path."
             )
         layers = sizes.pop()  # or chunks: the size of the first dim
         # The bounds of the groups are rounded down, so groups differ by one layer at most.
