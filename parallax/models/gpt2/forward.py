@@ -44,7 +44,7 @@ def block(
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
-        # The bias is [3, H, K], for this device's H heads.
+        # The last argument is H, this device's number of heads: the bias is [3, H, K].
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
