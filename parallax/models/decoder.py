@@ -418,7 +418,9 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns the inverse of `_into_stages`."""
+    """Returns a function from blocks as the state of `layout` holds them, [v, L / v, ...] in a
+    pipeline with v chunks per stage, to blocks [L, ...]. It is the inverse of `_into_stages`.
+    """
 
     def join(blocks):
         """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers; without a

@@ -157,7 +157,8 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 def _dropped_heads(weights, keys, first_head, rate: float):
     """Returns attention weights [B, H, T, S] with dropout: each sequence and each head of the whole
-    model has its own mask. `first_head` is the number of this device's first head.
+    model has its own mask, however the heads are split over devices. `first_head` is the number of
+    this device's first head.
     """
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 
