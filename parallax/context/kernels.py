@@ -129,8 +129,8 @@ def _forward(
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
             # A query that has seen no key yet has minus infinity, and infinities subtract to nan.
             shift = jnp.where(higher == -jnp.inf, jnp.zeros((), dtype), higher)
-            # Earlier sums were relative to the old maximum: `shrink` makes them relative to the
-            # new.
+            # Earlier sums were relative to the old maximum: `shrink` makes them relative to
+            # the new one.
             weights, shrink = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
             term = _product("bgrts,bsgk->bgrtk", weights.astype(v.dtype), v)
             out = out * shrink[..., None] + term
@@ -147,6 +147,7 @@ def _forward(
         return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
 
     _, (out, lse) = lax.scan(queries, None, query_tiles)
+    # `_whole` joins the tiles of queries, and drops the padding.
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
 
 
@@ -165,7 +166,8 @@ def _backward(  # noqa: PLR0913
 ):
     """Returns the terms that these keys add to the gradients of q, k and v.
 
-    The weights of a tile are computed again from the log-sum-exps.
+    `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
+    softmax's weights of a tile are computed again from the log-sum-exps.
     """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
@@ -205,6 +207,7 @@ def _backward(  # noqa: PLR0913
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
+    # `_whole` joins the tiles, and drops the padding.
     return _whole(dq, T).reshape(*q.shape), _whole(dk, S), _whole(dv, S)
 
 
@@ -270,8 +273,8 @@ def _marks(size: int, positions, segments, is_token) -> _Tile:
 
 
 def _size(length: int, block: int) -> int:
-    """Returns the size of equal tiles for `length` tokens: as few tiles of at most `block` as
-    possible.
+    """Returns the size of equal tiles for `length` tokens: the tiles have at most `block` tokens,
+    and are as few as possible.
     """
     # The number of tiles is ceil(length / block), and their size ceil(length / that number).
     return -(-length // -(-length // block))

@@ -33,18 +33,20 @@ def comms(
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: the axes that share the vocabulary, as in `tensor.comms`.
-        inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between
-            the layers, over `axis`.
-        around: takes a model's attention function and returns an attention over the context, such
-            as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
+        inner: `tensor.comms`; or `sequence.comms`, with which, between the layers, the tokens of a
+            device of `context` are split over `axis` too.
+        around: a function that takes a model's attention function and returns an attention over the
+            context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
+            layers attend by `context.attention`.
         order: the places of the tokens on the devices.
 
-    The functions raise `ValueError` for tokens that do not divide into the chunks of `order`.
+    The functions of the result raise `ValueError` for tokens that do not divide into the chunks of
+    `order`.
     """
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
     ring = partial(attention, axis=context_axis, order=order)
 
-    # This device's share of whole sequences `x`, whose dim `dim` is tokens.
+    # Returns this device's share of whole sequences `x`, whose dim `dim` is tokens.
     def context_tokens(x, dim):
         return local_tokens(x, context_axis, order=order, dim=dim)
 

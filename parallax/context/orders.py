@@ -126,11 +126,12 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
 def split(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """Returns whole sequences in the order in which `devices` hold their tokens.
+    """Returns whole sequences, `x`, with their tokens put in the order of the devices: first the
+    tokens of device 0, then those of device 1, and so on. `order` gives each device its tokens.
 
-    The spec `P(None, "context")` then gives each device its tokens, which are dim `dim` of `x`.
-    Split targets in the same way as inputs: `split(windows[:, :-1], n)` and
-    `split(windows[:, 1:], n)`.
+    `devices` is the number of devices, and the tokens are dim `dim` of `x`. The spec
+    `P(None, "context")` then gives each device its tokens, if they are dim 1. Split targets in the
+    same way as inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -142,15 +143,17 @@ def split(
 def unsplit(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """Returns the inverse of `split`: the tokens in the order of the sequence."""
+    """Returns whole sequences with their tokens in the order of the sequence again: the inverse of
+    `split`, with the same arguments."""
     x, table = jnp.asarray(x), chunk_table(order, devices)
     return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """Returns the places of this device's `tokens` in their sequence, int32.
+    """Returns the place in the sequence of each of this device's tokens, [tokens], int32.
 
-    Raises the errors of `split`.
+    `tokens` is the number of tokens of a device. Raises `ValueError` if the tokens of all devices
+    do not divide into the chunks of `order`.
     """
     axis = Axis.of(axis)
     n = axis.size()

@@ -56,8 +56,8 @@ def attention(
     The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it.
     `positions` gives their places; `split` and `local_tokens` select them. Products have `q`'s
     type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
-    linear in T: the tiles of `kernel`; for the backward pass `q`, `k`, `v`, the result and one
-    number per query and head.
+    linear in T: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`, `v`,
+    the result and one number per query and head.
 
     Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
     scores, where the mask hides half of two blocks. Without `causal` the order does not matter.
@@ -122,8 +122,8 @@ class _Ring(NamedTuple):
     def hops(self, first: int, last: int, hop, carry):
         """Returns `carry` after the hops from `first` to before `last`, as one loop.
 
-        `hop` takes a hop's number and the carry. If `first` is `last`, there is no hop, and the
-        program gets no empty loop.
+        `hop` takes a hop's number and the carry, and returns the new carry. If `first` is not below
+        `last`, there is no hop: `carry` is returned as it is, and the program gets no empty loop.
         """
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 

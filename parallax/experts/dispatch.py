@@ -65,7 +65,14 @@ class Dispatch(Protocol):
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns each token's sum of weight times result, and the number of dropped choices.
 
-        Device i of the axis holds the `local_experts` experts from number i * local_experts on.
+        Args:
+            x: this device's tokens.
+            ids: the numbers of each token's experts.
+            weights: the factors of these experts' results.
+            compute: runs the experts of this device.
+            axis: the axis that the experts are split over.
+            local_experts: the number of experts on each device. Device i of the axis holds the
+                experts from number i * local_experts on.
         """
         ...
 
@@ -98,7 +105,8 @@ class Gathered:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's rows of the results, [T, D], and 0 dropped choices.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         # Each choice's token, which is its row of x: k times 0, k times 1, ...
@@ -156,7 +164,8 @@ class exchanged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
@@ -243,7 +252,8 @@ class ragged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         if not axes(axis.names):
             raise ValueError(
@@ -431,8 +441,8 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
     The mean is `choices / parts`, for choices that are spread over `parts` devices. The capacity
     may be infinite.
     """
-    # The bound is tested first, so that an infinite number is never rounded. Infinity times 0
-    # choices is no number.
+    # The bound is tested first, so that an infinite number is never rounded. Infinity has a test of
+    # its own, since infinity times 0 choices would be nan.
     if math.isinf(capacity) or capacity * choices >= most * parts:
         return most
     return math.ceil(capacity * choices / parts)

@@ -56,7 +56,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     block is filled up. A loop runs over the blocks: ceil(pairs / size) blocks for each expert. So
     no work is done for an expert without tokens, whatever the routing. The loop holds the
     activations of one block. The backward pass runs the same loop and computes each block again,
-    so forward and backward are 4 units of work instead of 3.
+    so forward and backward together take the work of 4 forward passes instead of 3.
 
     `expert` must treat each row by itself. The result has only a first derivative, in reverse mode.
 

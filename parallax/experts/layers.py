@@ -33,8 +33,9 @@ def comms(
         axis: the axis that splits each layer, and the hidden width of each expert.
         experts: the axis that the experts are split over; `()` if each device has all of them.
         shared: the axes that share the vocabulary, as in `tensor.comms`.
-        inner: `tensor.comms`, `sequence.comms`, or `context.comms` with its axis.
-        dispatch: brings tokens to their experts.
+        inner: `tensor.comms` or `sequence.comms`; or `context.comms`, with its option `context` set
+            by `functools.partial`.
+        dispatch: brings tokens to their experts, such as `experts.exchanged(1.25)`.
         compute: runs the experts of a device.
     """
     # A function of a function: wrap(moe) is partial(moe, axis=experts, dispatch=..., compute=...).

@@ -153,11 +153,11 @@ def statistics(
 def rebalanced(
     bias: Float[Array, "*layers experts"], load: Float[Array, "*layers experts"], rate: float
 ) -> Float[Array, "*layers experts"]:
-    """Returns the bias of the next step.
+    """Returns the experts' bias for the next step, which makes the load more even.
 
-    The bias of an expert rises by `rate` if its load is below the mean, and falls by `rate` if it
-    is above. A load that differs from the mean only by rounding counts as even, so the bias does
-    not depend on the order of the sum.
+    `load` is each expert's load in this step. The bias of an expert rises by `rate` if its load is
+    below the mean, and falls by `rate` if it is above. A load that differs from the mean only by
+    rounding counts as even, so the bias does not depend on the order of the sum.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
     batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
