@@ -377,7 +377,7 @@ class _Update:
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
         """Returns the message for an optimizer whose state belongs to other leaves than the
-        gradients do."""
+        gradients do. `with_state` has the paths of the leaves for which there is state."""
         with_gradient = {leaf.path for leaf in self.leaves}
         # The message names one of the leaves that have only a gradient or only a state.
         path = min(with_state ^ with_gradient, key=trees.dotted)

@@ -366,6 +366,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     """Refuses an optimizer that draws random numbers, or whose update or state of one leaf depends
     on another leaf. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
+    # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
     # The gradients have the shapes of the weights.
     program = jax.make_jaxpr(update)(weights, state, weights)
@@ -377,14 +378,16 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
             "device does."
         )
-    # The gradient, the parameter and the state of a leaf count as one source. Elements of one leaf
-    # may be combined, so only the leaves of a result count, not `mixes`.
+    # The gradient, the parameter and the state of a leaf count as one source. `follow` returns the
+    # sources of each result. Elements of one leaf may be combined, so only the numbers of leaves
+    # count (`leaves`), not `mixes`.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
-        others = sorted(value.leaves - {owner, WHOLE, RIGHT})  # the message names at most two
-        if others:
+        # The other leaves that the result depends on; WHOLE and RIGHT are no leaves.
+        others = sorted(value.leaves - {owner, WHOLE, RIGHT})
+        if others:  # the message names at most two
             names = " and ".join(
                 repr(trees.dotted(paths[source]) or "the parameter") for source in others[:2]
             )

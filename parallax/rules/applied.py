@@ -51,13 +51,13 @@ def specs(
     Without a mesh, errors that depend on its axes and sizes are not found.
 
     Raises:
-        ValueError: the first of these (`audit` lists all). First for the rules: two arrays with the
-            same path; a rule or `keep` pattern that matches no leaf, or only leaves that earlier
-            rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh. Then
-            for each leaf: a spec with more entries than dims, or with an axis twice; a dim split
-            over one of `batch_axes` by anything other than `fsdp` or `experts`, since each replica
-            would train a different model; an axis that the mesh lacks, or whose size does not
-            divide the dim.
+        ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
+            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf,
+            or a rule only leaves that earlier rules take; a leaf has no rule; the `size` of an
+            `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has more
+            entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
+            `experts` splits a dim over one of `batch_axes`, so each replica would train a different
+            model; the mesh lacks an axis, or the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)

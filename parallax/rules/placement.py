@@ -88,9 +88,9 @@ def refused(
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that seem to split layers (see `stacked_axes`). If a dim is not a multiple
-            of the size of such an axis, no advised spec leaves the leaf whole along it: each device
-            would run all layers.
+        stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
+            leaf, the error for a dim that its axes do not divide advises no spec: in a spec without
+            the stacked axis, each device would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -219,9 +219,10 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, if the dim is not a multiple of it and the other axes
-    that split the dim, or if an earlier dim has it. Two kinds of axes never fit: axes of the batch,
-    which would make replicas differ, and axes of the `fsdp`s around the rule, which they add
+    An axis does not fit if the mesh lacks it, or if an earlier dim has it. It does not fit either
+    if the size of the dim is not a multiple of the number of devices along this axis and the axes
+    that split the dim before it. Two kinds of axes never fit: axes of the batch, which would make
+    replicas differ, and the axes of the `fsdp`s around the rule, since these `fsdp`s add their axes
     themselves.
     """
     # The axes that no further dim may have.
