@@ -44,7 +44,7 @@ class Layout:
     | attention (`models.flash`) | the family's function | `cudnn_attention` | `attention` |
     | layers in a loop's body, ZeRO-3 | 2 | 2 | 1: with two the compiler copies stored arrays |
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
-    | a pipeline's first slots | zeros | not initialised | not initialised |
+    | a pipeline's slots before the first write | zeros | not initialised | not initialised |
 
     The two kernels of attention keep no scores.
 
@@ -73,11 +73,12 @@ class Layout:
         remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
             gathered over devices; `attention`; or all values except the results of matmuls with
             weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.
-        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
-            `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
-            inside a stage, `one_f_one_b` or `zero_bubble`. The default allows chunks, and any
-            collectives and recomputation in a stage. These would make other schedules slower.
-            docs/pipeline.md has the measured times of all schedules.
+        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (interleaved, if there are
+            chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
+            hold fewer microbatches in flight, and allow no ring inside a stage. The default allows
+            chunks, and any collectives and recomputation in a stage. Other schedules refuse some of
+            these, or are slower with them. docs/pipeline.md has the measured times of all
+            schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -85,10 +86,10 @@ class Layout:
         processes: the number of processes, each of which drives equally many devices.
 
     Raises:
-        ValueError: a size below 1, or a choice that is not known; a choice without effect, such as
-            chunks without stages; with chunks, microbatches that are not a multiple of the stages;
-            processes that do not divide the devices. The message proposes the nearest layout that
-            works.
+        ValueError: a size is below 1, or a choice is not known; a choice has no effect, such as
+            chunks without stages; there are chunks, and the number of microbatches is not a
+            multiple of the number of stages; or the number of devices is not a multiple of the
+            number of processes. The message proposes the nearest layout that works.
     """
 
     data: int = 1

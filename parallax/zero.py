@@ -63,23 +63,24 @@ def reduce_scattered(
     keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
-    whole are all-reduced, and so is the loss. If `reduce_scatter` has already scattered a gradient
-    inside `grad`, it is not scattered again, but divided.
+    whole are all-reduced, and so is the loss. A gradient that `reduce_scatter` has already
+    scattered inside `grad` is not scattered again: it is only divided.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         specs: the specs of the shares, a tree like the parameters, as
             `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
-        aux: as in `grads.averaged`.
+        aux: a function `(values, axis)` that combines the auxiliary values of the devices, as in
+            `grads.averaged`.
 
     Raises:
         ValueError: a dim of `specs` is split over `axis` and, inside that, over another axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    # `value_and_sums` also passes this device's own gradient, `term`, for a mean that takes its
-    # dtype. This mean does not: it stays in float32 or wider.
+    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take its
+    # dtype. This mean does not take it: it stays in float32 or wider.
     def mean(total, term):
         return total / axis.size()
 

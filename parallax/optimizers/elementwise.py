@@ -215,8 +215,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim, from the size on a shard
-        to the size of the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim. Its bounds are the dim's
+        size on a shard and its size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair

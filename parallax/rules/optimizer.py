@@ -60,14 +60,14 @@ def optimizer_specs(
 
     A moment may have another shape than its parameter if it is that parameter reduced over some
     dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
-    remaining dim stays split as in the parameter. If equal sizes leave open which dim was reduced,
-    a dim stays split only if all possible readings agree. Any other shape raises `ValueError`,
-    unless the parameter is whole: then its state is whole too.
+    remaining dim stays split as in the parameter. Dims of equal sizes may leave open which of them
+    was reduced: a dim of the moment then stays split only if every possible choice splits it alike.
+    Any other shape raises `ValueError`, unless the parameter is whole: then its state is whole too.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are leaves
-    that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An optimizer
-    of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh` is given,
-    it must have these axes.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
+    leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
+    optimizer of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh`
+    is given, it must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks it.
