@@ -307,7 +307,8 @@ class Layout:
         """Returns the layout that `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
-            ValueError: as `parse` does.
+            ValueError: the text is not JSON of one object; a name or a value is not known; or the
+                fields do not make a valid layout.
         """
         try:
             values = json.loads(text)
@@ -333,7 +334,8 @@ class Layout:
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
         `misread` are the sentences for faults of the text. In `written`, names and values are
-        already corrected for the proposal.
+        already corrected for the proposal. The layout must fit `sizes`, those of a model and a
+        batch. `wording` is the form of the proposal in the message.
         """
         # The first fault of the text, if there is one, begins the message.
         message = validate.refusal(

@@ -457,7 +457,9 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    One all-reduce sums the devices' results of `embed_partial`, whose arguments it takes.
+    `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
+    is the number of rows without padding; by default all rows. An id outside the vocabulary gives
+    nan, or zeros if its weight is 0. One all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis

@@ -154,10 +154,10 @@ def sharded(
     share of the state. Outside, where arrays are global, `init` returns the whole state, for which
     `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
 
-    `axis` and `specs` are as in `reduce_scattered`. An optimizer that combines elements would see
-    only the elements of a share, and is refused: wrap it in `optimizers.whole` or
-    `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`, which take the norm over
-    all shares.
+    `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
+    that combines elements would see only the elements of a share, and is refused: wrap it in
+    `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
+    which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -514,7 +514,7 @@ class ZeRO:
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Returns `function(params, ...)`, which refuses parameters that are not split as `rule`
-        says."""
+        says. `name` is the name of the method that calls this one, for messages."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
             trees.dotted(path): leaf.shape

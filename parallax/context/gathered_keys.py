@@ -42,7 +42,10 @@ def gathered(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        """Returns the attention of this device's queries, [B, T_X, H, K]."""
+        """Returns the attention of this device's queries, [B, T_X, H, K].
+
+        `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
+        """
         check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
         # The order that turns the tokens of devices 0, 1, ... into the sequence.

@@ -43,7 +43,10 @@ def ulysses(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        """Returns the attention of this device's queries, [B, T_X, H, K]."""
+        """Returns the attention of this device's queries, [B, T_X, H, K].
+
+        `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
+        """
         check_heads("context.ulysses", q, k, v)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:

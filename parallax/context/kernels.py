@@ -106,6 +106,9 @@ def _forward(
 ):
     """Returns the output, [B, T, H, K], and the log-sum-exps, [B, T, H].
 
+    `segments` and `positions` are pairs, of the queries and of the keys, or None. A tile has at
+    most `block` tokens.
+
     The outer loop takes a tile of queries, and the inner loop a tile of keys, with the running
     maximum and sum of FlashAttention.
     """
@@ -167,7 +170,8 @@ def _backward(  # noqa: PLR0913
     """Returns the terms that these keys add to the gradients of q, k and v.
 
     `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
-    softmax's weights of a tile are computed again from the log-sum-exps.
+    other arguments are those of `_forward`. The softmax's weights of a tile are computed again from
+    the log-sum-exps.
     """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.

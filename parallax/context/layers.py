@@ -32,7 +32,7 @@ def comms(
     Args:
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
-        shared: the axes that share the vocabulary, as in `tensor.comms`.
+        shared: further axes that split the vocabulary, such as the stages of a pipeline.
         inner: `tensor.comms`; or `sequence.comms`, with which, between the layers, the tokens of a
             device of `context` are split over `axis` too.
         around: a function that takes a model's attention function and returns an attention over the

@@ -91,11 +91,12 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
 
     In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
-    too, but are not listed.
+    too, but are not listed. Without `causal` every query sees every key.
 
     With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
     hides half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of
-    (T/n)^2, twice as many scores as needed. Raises the errors of `chunk_table`.
+    (T/n)^2, twice as many scores as needed. Raises `ValueError` for an `order` that `chunk_table`
+    refuses.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]

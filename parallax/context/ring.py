@@ -9,7 +9,7 @@ key chunk, 1 if it is needed or 0 if it only fills up the table). The program ha
 all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
 (`lse`). A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a
 causal mask inside. `_chunk(tree, i)` returns chunk i of each array, and `_both` a pair of segments
-or None.
+or None. A `_Ring` has the axis, the table of pairs and the kernel: `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -240,7 +240,8 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """Returns a function that applies a kernel's function `f` to each chunk with itself.
 
     The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
-    batch of c B. Only these blocks, on the diagonal, have a causal mask inside.
+    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. The segments are
+    [c, B, T / c] too, or None.
     """
 
     def as_batch(x):

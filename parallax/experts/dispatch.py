@@ -122,7 +122,10 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token."""
+        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token.
+
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes.
+        """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.
         return BytesSent(
@@ -209,7 +212,8 @@ class exchanged:
     ) -> BytesSent:
         """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row.
 
-        With a capacity of 1, (n - 1) C D is k (n - 1)/n T D.
+        D is `width`, and a number has `itemsize` bytes. With a capacity of 1, (n - 1) C D is
+        k (n - 1)/n T D, for T `tokens`.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -304,8 +308,8 @@ class ragged:
     ) -> BytesSent:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
-        `ids` counts an int32 for each row, and the n int32 counts that a device sends to each of
-        the n - 1 others.
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` counts an
+        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -407,7 +411,10 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k]."""
+    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k].
+
+    Each of the n devices has `local_experts` experts: device 0 has the first of them, and so on.
+    """
     tokens, k = ids.shape
     # Transposed, so that the first choices of all tokens come first and have priority.
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
@@ -449,7 +456,7 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 
 
 def _check_capacity(name: str, capacity: float) -> None:
-    """Raises `ValueError` unless the capacity is above 0."""
+    """Raises `ValueError` unless the capacity is above 0. `name` is the caller's."""
     if not capacity > 0:
         raise ValueError(
             f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "

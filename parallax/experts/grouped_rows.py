@@ -164,7 +164,8 @@ def _table(
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
     """Returns a function that runs all experts in a loop over blocks, with its backward pass.
 
-    `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert.
+    `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert, and
+    the rows of one block, `size` of them.
     """
 
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.

@@ -32,7 +32,7 @@ def comms(
     Args:
         axis: the axis that splits each layer, and the hidden width of each expert.
         experts: the axis that the experts are split over; `()` if each device has all of them.
-        shared: the axes that share the vocabulary, as in `tensor.comms`.
+        shared: further axes that split the vocabulary, such as the stages of a pipeline.
         inner: `tensor.comms` or `sequence.comms`; or `context.comms`, with its option `context` set
             by `functools.partial`.
         dispatch: brings tokens to their experts, such as `experts.exchanged(1.25)`.

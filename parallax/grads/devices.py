@@ -378,7 +378,9 @@ def local_gradients(
         mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:
-        ValueError: as `averaged` does.
+        ValueError: the loss or the gradients are already reduced over `axis`; a parameter is a
+            share along `axis`, and the loss uses it as if it were whole; or another error of
+            `averaged`.
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))

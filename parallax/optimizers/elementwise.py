@@ -152,7 +152,8 @@ class _Update:
         at: str,
     ):
         """Reads the leaves and the owners of the state's arrays from the arguments, which are
-        (gradients, state, parameters that have a gradient)."""
+        (gradients, state, parameters that have a gradient). `specs` has the parameters' specs by
+        path, `axes(x)` are the axes that split an array, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -308,8 +309,8 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether two leaves are surely split along the same dim: over one common axis,
-        with equal shapes on the device and as a whole."""
+        """Returns whether the leaves of numbers i and j are surely split along the same dim: over
+        one common axis, with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # If the specs leave open which dim of some leaf is split, no two leaves are surely alike:
@@ -334,7 +335,8 @@ class _Update:
 
     def explain(self, params: PyTree, error: Exception) -> None:
         """Raises `UnfitOptimizer` if an update failed with `error` because of missing leaves or of
-        the shapes of shards; otherwise returns, and the caller raises `error` itself."""
+        the shapes of shards; otherwise returns, and the caller raises `error` itself. `params` are
+        all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.

@@ -110,9 +110,9 @@ def by_matrix(
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
             convolution, or of heads, might be taken for layers; the number of layers on a device is
-            not a multiple of the number of their owners; a dim of layers but the last is split over
-            `axis`; the optimizer combines several leaves, as clipping by the global norm does; or
-            as for `whole`.
+            not a multiple of the number of their owners; a dim of layers other than the last is
+            split over `axis`; the optimizer combines several leaves, as clipping by the global norm
+            does; or another error of `whole`.
     """
 
     def leading(path, ndim):
@@ -279,7 +279,8 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter, a share or whole."""
+    no layers. `x` is a gradient or a parameter, a share or whole. Of `way`, `splits` cut the leaf,
+    `lead` first dims are layers, and `inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -297,7 +298,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
-    layers that the device owns: the reverse of `_to_owner`."""
+    layers that the device owns: the reverse of `_to_owner`. Of `way`, `splits` cut the leaf, `lead`
+    first dims are layers, and `inner` has divided the layers further."""
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
@@ -333,7 +335,7 @@ def _first(tree: PyTree, lead: int) -> PyTree:
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
     """Refuses a split of any dim of layers but the last: only the last is divided among the
-    owners."""
+    owners. The leaf `name` has `lead` dims of layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)

@@ -48,7 +48,8 @@ def specs(
     from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
     `eqx.filter_eval_shape`.
 
-    Without a mesh, errors that depend on its axes and sizes are not found.
+    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on its axes
+    and sizes are not found.
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
@@ -88,7 +89,12 @@ def audit(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Audit:
-    """Returns the valid specs of `tree`, and all errors of which `specs` would raise the first."""
+    """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
+    and in the other specs.
+
+    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch.
+    Without a mesh, errors that depend on its axes and sizes are not found.
+    """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
@@ -121,7 +127,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
 
     Raises:
-        ValueError: an error in the rules, as in `specs`. The specs themselves are not checked.
+        ValueError: there is an error in the rules, such as a rule that matches no leaf (see
+            `specs`). The specs themselves are not checked.
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)

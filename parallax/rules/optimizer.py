@@ -136,7 +136,8 @@ def _is_gathered(node: Any) -> bool:
 
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
-    """Raises `ValueError` if a leaf at one of `paths` has no spec."""
+    """Raises `ValueError` if a leaf at one of `paths` has no spec. `given` has the specs by path,
+    and `specs` is the user's tree of them, for the message."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(

@@ -172,7 +172,8 @@ def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
     """Yields an error for each dim that is split over an axis which the mesh lacks, or that the
-    number of devices along its axes does not divide. `stacked` is as in `refused`."""
+    number of devices along its axes does not divide. `stacked` are the axes that seem to split the
+    layers of all leaves."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
