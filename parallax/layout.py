@@ -57,7 +57,7 @@ class Layout:
             a group, and then each device's share of them (1/n, for n devices in a group) is reduced
             between groups.
         expert: devices among which each layer's experts are split; tokens travel to their experts.
-            In all else the axis behaves like `data`: its devices take different sequences. ZeRO
+            Otherwise the axis behaves like `data`: its devices take different sequences. ZeRO
             splits its state only over `data` and `context`. See `parallax.experts`.
         context: devices among which the tokens of each sequence are split; attention passes the
             keys and values around these devices. See `parallax.context`.
@@ -65,8 +65,9 @@ class Layout:
             with stages, follow each other through the stages; their gradients are accumulated.
         chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
             its bubble is smaller.
-        zero: the stage of ZeRO. The replicas split between them, instead of holding copies: from 1
-            on, the optimizer's state; from 2 on, the sums of gradients; at 3, the parameters too.
+        zero: the stage of ZeRO; 0 means no ZeRO. From 1 on, the replicas split the optimizer's
+            state among them, instead of holding copies of it; from 2 on, also the sums of
+            gradients; at 3, also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
         precision: the type that the model computes in: that of its parameters (`full`), or
             `bfloat16` or `float16` copies of them.

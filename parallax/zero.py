@@ -75,7 +75,8 @@ def reduce_scattered(
             `grads.averaged`.
 
     Raises:
-        ValueError: a dim of `specs` is split over `axis` and, inside that, over another axis.
+        ValueError: a spec splits a dim over `axis` first, and then over another axis, as
+            `("data", "tensor")` does if `axis` is "data".
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -258,8 +259,9 @@ def gathered(
         specs: the specs of the shares, a tree like the function's first argument.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis: the gathered
-            blocks would not be neighbours in the leaf.
+        ValueError: a spec splits a dim over `axis` first, and then over another axis, as
+            `("data", "tensor")` does if `axis` is "data". The gathered blocks would not be
+            neighbours in the leaf.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)

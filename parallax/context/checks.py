@@ -56,9 +56,9 @@ def check_places(
 ) -> None:
     """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
-    if no result depends on `positions` and two counts are compared. Attention without a mask
-    compares no counts, so it passes.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
+    refused if its program compares two counts, and no result depends on `positions`. Attention
+    without a mask compares no counts, so it passes.
 
     Args:
         attend: the attention function.

@@ -5,9 +5,9 @@ tile has t tokens of queries and s of keys. In einsums: b batch, t and s tokens,
 H / G query heads of each, k head width.
 
 A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
-saw. From log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward pass
-recomputes the weights. The *marks* of tokens, positions and documents, decide which keys a query
-sees.
+saw. With the log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward
+pass recomputes the softmax's weights. The *marks* of tokens (their positions and documents) decide
+which keys a query sees.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """

@@ -13,8 +13,8 @@ or None. A `_Ring` has the axis, the table of pairs and the kernel: `send` moves
 
 | | messages | bytes a device sends |
 |---|---|---|
-| forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes a token) |
-| backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
+| forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes per token) |
+| backward | 2 (n - 1) | the same again, and n - 1 times their gradients, in float32 or wider |
 
 In the backward pass the gradients of keys and values follow the keys and values one hop later, and
 return to the keys' device after n - 1 hops. The device then adds the gradients from its own

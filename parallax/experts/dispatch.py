@@ -3,7 +3,7 @@
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
 choices of an expert or device. `compute(x, source, ids, weights)` runs this device's experts: pair
-i sends row `source[i]` of x to expert `ids[i]`, and the number E/n (`local_experts`) is no expert.
+i sends row `source[i]` of x to expert `ids[i]`. The number E/n (`local_experts`) means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
@@ -222,12 +222,13 @@ class exchanged:
 
 @dataclass(frozen=True)
 class ragged:
-    """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
+    """Sends each token to its experts' devices in messages of exact length, by
+    `lax.ragged_all_to_all`, and the results back.
 
-    A device has room for `capacity` times the mean, which is k T rows; with `math.inf`, for the
-    largest possible number of rows. Rows from device 0 come first, then rows from device 1, and so
-    on; rows beyond the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs
-    and GPUs have it.
+    A device has room to receive `capacity` times the mean, which is k T rows. With `math.inf` it
+    has room for the largest possible number of rows. Rows from device 0 come first, then rows from
+    device 1, and so on; rows beyond the room are dropped. XLA's CPU backend lacks this collective
+    (jax #34755); TPUs and GPUs have it.
 
     Args:
         capacity: the room of a device, as a multiple of the mean.

@@ -1,6 +1,7 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Pair r sends row `source[r]` of x to expert `ids[r]`, times `weights[r]`; the number E is no expert.
+Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of its result. The
+number E means no expert.
 Each block has rows for one expert; *filling rows* fill up the expert's last block. They must add
 nothing: their indices `written` and `pair` are out of range, where `_take` gives 0 and `_add`
 ignores them. An expert's arrays are `trained`, which are differentiated, or `others`.

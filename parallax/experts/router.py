@@ -104,8 +104,8 @@ class Statistics(NamedTuple):
             moves the router towards an even load.
         z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
             (Zoph et al., arXiv 2202.08906).
-        entropy: the entropy of a token's shares in nats, not differentiated; log(E) without any
-            preference.
+        entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
+            prefers no expert. It has no gradient.
         load: the share of all choices that fall on each expert. This share times k and the number
             of tokens is the number of tokens that the expert gets.
         dropped: the dropped choices per sequence. This number times the number of sequences is the

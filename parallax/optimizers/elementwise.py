@@ -45,7 +45,7 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but has the type of no optax transformation.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type.
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)

@@ -17,9 +17,9 @@ update itself moves only in `by_matrix`:
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-By matrix, a leaf that is split along its layers is already on its owners, and only ZeRO-1 moves its
-update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the shares,
-and `shards.take` cuts one out of a whole leaf.
+In `by_matrix`, a leaf that is split along its layers is already on its owners, and only ZeRO-1
+moves its update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the
+shares, and `shards.take` cuts one out of a whole leaf.
 """
 
 import functools

@@ -2,9 +2,9 @@
 
 An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch, so parameters must be the same along them, unless an `fsdp` splits them. Of a
-placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the name
-of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
+axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. Of
+a placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the
+name of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
 """
 
 import math
