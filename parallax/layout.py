@@ -153,7 +153,7 @@ class Layout:
         places, number = {}, device
         for name in reversed(self.axes):
             number, places[name] = divmod(number, self.axes[name])
-        # `number` is what is left: 0 if the device exists.
+        # `number` is the last quotient: 0 if the device exists.
         if number or device < 0:
             last = self.devices - 1
             raise ValueError(
@@ -352,7 +352,7 @@ class Layout:
 
 
 def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with NumPy's integers and booleans as Python's."""
+    """Returns `values` with NumPy's integers and booleans as Python's, which JSON can write."""
     return {
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()

@@ -491,9 +491,9 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch before it adds them up. In stage 3 the backward pass of the gathers
-        in `loss` scatters them, and only gradients of leaves that stay whole are summed here. In
-        all stages, parameters that are not split as `rule` says are refused.
+        microbatch before it adds them up. In stage 3 the backward pass of the gathers in `loss`
+        scatters them, and only gradients of leaves that stay whole are summed here. In all stages,
+        parameters that are not split as `rule` says are refused.
         """
 
         def scattered_grad(params, batch):

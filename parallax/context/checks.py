@@ -141,7 +141,7 @@ def check_kernel(
     Pallas kernel are not found.
 
     Args:
-        forward: the kernel's function, as in `Kernel`.
+        forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
         chunks: the chunks of a device.
         devices: the devices along the context axis.

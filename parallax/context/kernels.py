@@ -188,8 +188,10 @@ def _backward(  # noqa: PLR0913
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j."""
+            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j; dq is of
+            one tile of queries."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
+            # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             # `errors` are the gradients of the scores. `mean` is the mean of the weights'
             # cotangents, which the derivative of a softmax subtracts.

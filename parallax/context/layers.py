@@ -23,7 +23,8 @@ def comms(
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     order: ChunkOrder = zigzag,
 ) -> Comms:
-    """Returns `inner(axis, shared=shared)`, with the tokens of each sequence split over `context`.
+    """Returns the `Comms` that `inner(axis, shared=shared)` makes, with the tokens of each sequence
+    split over `context`.
 
     Give the model whole windows on each device of `context`. A device embeds its own tokens,
     attends to the tokens of all devices, and returns the mean loss of its own tokens.

@@ -158,6 +158,7 @@ def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int
     """
     axis = Axis.of(axis)
     n = axis.size()
+    # `places` returns a row for each device.
     return jnp.asarray(places(tokens * n, chunk_table(order, n)))[axis.index()]
 
 

@@ -355,7 +355,8 @@ class _Exchange(NamedTuple):
                 receiver].
             room: the most rows that a device can receive.
             axis: the axis of the devices.
-            move: the collective, as `ragged.move`.
+            move: the collective that moves the rows: `lax.ragged_all_to_all`, or one that takes the
+                same arguments.
         """
 
         def before(a, dim):

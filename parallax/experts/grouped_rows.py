@@ -40,7 +40,8 @@ class ExpertCompute(Protocol):
     ) -> Float[Array, "rows width"]:
         """Returns each row's sum of weight times result, [N, D].
 
-        Pair r sends row `source[r]` to expert `ids[r]`. The number E means no expert.
+        The arrays of `experts` have a first dim of experts. Pair r sends row `source[r]` to expert
+        `ids[r]`, and `weights[r]` is the factor of its result. The number E means no expert.
         """
         ...
 

@@ -23,7 +23,8 @@ def comms(
     dispatch: Dispatch = gathered,
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
 ) -> Comms:
-    """Returns `inner(axis, shared=shared)`, with each layer's experts split over `experts`.
+    """Returns the `Comms` that `inner(axis, shared=shared)` makes, with each layer's experts split
+    over `experts`.
 
     The axis `experts` splits the batch too. Pass this device's sequences to the model, such as a
     `llama` with experts. `grads.averaged(grad, ("data", "expert"))` takes the mean over all

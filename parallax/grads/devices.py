@@ -454,7 +454,8 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
-    """Raises `ValueError` if the gradients were summed along one of `names` before.
+    """Raises `ValueError` if the gradients were summed along one of `names` before. `declared` are
+    the parameters as the gradient function got them.
 
     The gradient of a parameter that is declared varying varies too, unless a sum over devices made
     it the same on all. A mean over devices does not change gradients that are the same on all. So

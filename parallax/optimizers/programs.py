@@ -222,7 +222,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
     """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
-    function closes over. `seen` are the ids of the objects around `x`."""
+    function closes over. An operation that knows the size may give other results on a shard. `seen`
+    are the ids of the objects around `x`."""
     match x:
         # A function may close over itself, so an object inside itself is not searched again.
         case _ if id(x) in seen:

@@ -64,6 +64,7 @@ def specs(
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
+    # `placed` has a spec for each array, in the order of the leaves.
     specs_in_order = iter(placed.values())
     return jax.tree.unflatten(
         treedef, [next(specs_in_order) if is_array(leaf) else None for leaf in leaves]

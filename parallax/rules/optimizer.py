@@ -113,7 +113,9 @@ def optimizer_specs(
         return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
-        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`."""
+        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`. This has
+        the states of groups of leaves: `members` are the paths of a group's leaves, whose first
+        `lead` dims are layers, and `names` the axes along which their matrices are whole."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
         # With a misspelt axis, each device would keep all layers, and no error would say so.
