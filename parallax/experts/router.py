@@ -48,7 +48,8 @@ Router: TypeAlias = Callable[
 def top_k(
     k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
 ) -> Router:
-    """Returns a router that sends each token to the k experts with the highest scores.
+    """Returns a router, a function `(logits, bias) -> Routing`, that sends each token to the k
+    experts with the highest scores.
 
     If two scores are equal, the first expert is preferred. The scores of the k experts are their
     weights. A bias is added to the scores only for the choice, and has no gradient: `rebalanced`

@@ -459,7 +459,7 @@ def _check_not_summed(
 
     The gradient of a parameter that is declared varying varies too, unless a sum over devices made
     it the same on all. A mean over devices does not change gradients that are the same on all. So
-    with `mean` they are refused only if the loss varies, since then the loss was not summed as they
+    with `mean` the gradients are refused only if the loss varies: it was then not summed as they
     were.
     """
     leaves = jax.tree.leaves(gradients)
