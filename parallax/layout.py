@@ -3,10 +3,11 @@
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-It imports nothing of the core. `models.recipe` builds a run from it, and `validate` refuses sizes
-that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of each field. Of
-the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in `BATCH_AXES` split the
-batch by sequences. `validate.refusal` returns the error's text, or None if there is no fault.
+This file imports nothing of the core. `models.recipe` builds a run from a layout, and `validate`
+refuses sizes that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of
+each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
+`BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's text, or None if
+there is no fault.
 """
 
 import dataclasses
@@ -69,8 +70,9 @@ class Layout:
             state among them, instead of holding copies of it; from 2 on, also the sums of
             gradients; at 3, also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
-        precision: the type that the model computes in: that of its parameters (`full`), or
-            `bfloat16` or `float16` copies of them.
+        precision: the type that the model computes in. With `full` it is the type of the
+            parameters; with `bfloat16` or `float16` the model computes with copies of the
+            parameters in that type.
         remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
             gathered over devices; `attention`; or all values except the results of matmuls with
             weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.

@@ -93,7 +93,7 @@ def reduce_scattered(
         """
 
         # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as that of experts, is not among these: along it no sum is left to take.
+        # itself, such as the experts' axis, is not among these: along it no sum is left to take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
@@ -130,7 +130,7 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
     `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
     divides. `axis` has only the axes of the shares, not an axis that splits a parameter itself,
-    such as that of experts.
+    such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -169,8 +169,8 @@ def sharded(
     # Refuses an optimizer that does not act element by element.
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    # The splits of a leaf into shares. An axis that splits the parameter itself, such as that of
-    # experts, is left out.
+    # The splits of a leaf into shares. An axis that splits the parameter itself, such as the
+    # experts' axis, is left out.
     def splits(path, weight):
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
@@ -233,7 +233,7 @@ def _mean_share(
     total = summed.all_reduce(gradient) if summed.names else gradient
     # Along the other splits all devices have the same gradient, so each cuts its share out of it.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # The mean is also over axes along which the parameter itself varies, such as that of experts:
+    # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
     # along these the gradient is already a sum. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 

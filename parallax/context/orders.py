@@ -168,7 +168,7 @@ def local_tokens(
     """Returns this device's tokens of `x`, which has whole sequences. Nothing is sent.
 
     Raises:
-        ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
+        ValueError: the tokens, dim `dim` of `x`, do not divide into the chunks of `order`.
     """
     axis = Axis.of(axis)
     table = chunk_table(order, axis.size())

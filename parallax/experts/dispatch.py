@@ -1,4 +1,4 @@
-"""Sends tokens to their experts, which are split over an axis, and the results back.
+"""Sends tokens to their experts, and the results back; the experts are split over an axis.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
@@ -187,8 +187,8 @@ class exchanged:
             """Returns the rows received from all devices, for n * room sent rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
-        # An empty row takes the token len(x), which is out of range and gives 0, and the expert
-        # `local_experts`, which is none.
+        # An empty row takes the token len(x): this is out of range and gives 0. Its expert is
+        # `local_experts`, the number that means no expert.
         rows = x.at[in_place(len(x), wanted.token)].get(mode="fill", fill_value=0)
         arrived = exchange(rows)
         # A received row is one choice, so it has one expert. Its weight is 1 here: the weights,

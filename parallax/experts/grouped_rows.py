@@ -250,7 +250,7 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`; numbers out of range, which filling rows have, give 0."""
+    """Returns the rows of `x` at `index`; a number out of range, as in a filling row, gives 0."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

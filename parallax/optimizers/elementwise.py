@@ -96,7 +96,7 @@ def checked(
         except UnfitOptimizer:
             raise
         except (TypeError, ValueError) as error:
-            # Optax knows nothing of shards. If shards or a missing gradient are the cause,
+            # Optax does not know about shards. If shards or a missing gradient are the cause,
             # `explain` raises a better error; otherwise the error passes.
             device_update.explain(params, error)
             raise

@@ -232,13 +232,13 @@ def _fitting(
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
     }
     entries = []
-    # Not `strict`: a spec may have fewer entries than the leaf has dims, which are then whole, or
-    # more, which is one of the errors.
+    # Not `strict`: a spec may have fewer entries than the leaf has dims. The other dims are whole.
+    # It may also have more entries, which is one of the errors.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
-            # The number of devices along the axes that this dim has so far and this one; 0 if the
-            # mesh lacks it, and 1, which always divides, without a mesh.
+            # The number of devices along this axis and the axes that the dim has so far. It is 0 if
+            # the mesh lacks the axis. Without a mesh it is 1, so that every dim fits.
             size = (
                 1
                 if mesh is None
