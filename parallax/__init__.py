@@ -76,10 +76,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Imports the module `name` and returns it. Python calls this for a missing attribute."""
     if name in __all__:
         return import_module(f"parallax.{name}")
     raise AttributeError(f"module 'parallax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
+    """Returns all names of the package, also those of modules that are not imported yet."""
     return sorted([*globals(), *__all__])

@@ -32,13 +32,15 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` name (by default those of the process), and prints its
-    result. Returns the exit status: 0, or 2 for a wrong request, whose error goes to stderr.
+    """Runs the command that `arguments` name, and prints its result. By default they are the
+    arguments of the process. Returns the exit status: 0, or 2 if the request is wrong; the error is
+    then printed on stderr.
     """
     options = parser().parse_args(arguments)
     try:
         print(options.run(options))
-    # A value that does not fit, or an optional package that is not installed.
+    # A `ValueError` is about a value that does not fit, an `ImportError` about an optional package
+    # that is not installed.
     except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
+    """Returns the parser of the command line. Its result has the command's function as `run`."""
     top = argparse.ArgumentParser(prog="parallax", description=DESCRIPTION, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"parallax {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")

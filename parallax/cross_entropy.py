@@ -100,7 +100,8 @@ def mean(
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
-        """Returns the mean loss, and as residuals the gradients of the sum of losses."""
+        """Returns the mean loss, and as residuals the gradients of the sum of losses. `others` are
+        the targets, and the weights if there are any."""
 
         def block(d_table, parts):
             """Returns the table's gradient after one block, and the block's losses and dx."""

@@ -3,10 +3,11 @@
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-It imports nothing of the core. `models.recipe` builds a run from it, and `validate` refuses sizes
-that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of each field. Of
-the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in `BATCH_AXES` split the
-batch by sequences. `validate.refusal` returns the error's text, or None if there is no fault.
+This file imports nothing of the core. `models.recipe` builds a run from a layout, and `validate`
+refuses sizes that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of
+each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
+`BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's text, or None if
+there is no fault.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ class Layout:
     | attention (`models.flash`) | the family's function | `cudnn_attention` | `attention` |
     | layers in a loop's body, ZeRO-3 | 2 | 2 | 1: with two the compiler copies stored arrays |
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
-    | a pipeline's first slots | zeros | not initialised | not initialised |
+    | a pipeline's slots before the first write | zeros | not initialised | not initialised |
 
     The two kernels of attention keep no scores.
 
@@ -57,7 +58,7 @@ class Layout:
             a group, and then each device's share of them (1/n, for n devices in a group) is reduced
             between groups.
         expert: devices among which each layer's experts are split; tokens travel to their experts.
-            In all else the axis behaves like `data`: its devices take different sequences. ZeRO
+            Otherwise the axis behaves like `data`: its devices take different sequences. ZeRO
             splits its state only over `data` and `context`. See `parallax.experts`.
         context: devices among which the tokens of each sequence are split; attention passes the
             keys and values around these devices. See `parallax.context`.
@@ -65,19 +66,22 @@ class Layout:
             with stages, follow each other through the stages; their gradients are accumulated.
         chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
             its bubble is smaller.
-        zero: the stage of ZeRO. The replicas split between them, instead of holding copies: from 1
-            on, the optimizer's state; from 2 on, the sums of gradients; at 3, the parameters too.
+        zero: the stage of ZeRO; 0 means no ZeRO. From 1 on, the replicas split the optimizer's
+            state among them, instead of holding copies of it; from 2 on, also the sums of
+            gradients; at 3, also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
-        precision: the type that the model computes in: that of its parameters (`full`), or
-            `bfloat16` or `float16` copies of them.
+        precision: the type that the model computes in. With `full` it is the type of the
+            parameters; with `bfloat16` or `float16` the model computes with copies of the
+            parameters in that type.
         remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
             gathered over devices; `attention`; or all values except the results of matmuls with
             weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.
-        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (with chunks, interleaved),
-            `gpipe`, `zero_bubble_lockstep`, or, with fewer microbatches in flight and no ring
-            inside a stage, `one_f_one_b` or `zero_bubble`. The default allows chunks, and any
-            collectives and recomputation in a stage. These would make other schedules slower.
-            docs/pipeline.md has the measured times of all schedules.
+        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (interleaved, if there are
+            chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
+            hold fewer microbatches in flight, and allow no ring inside a stage. The default allows
+            chunks, and any collectives and recomputation in a stage. Other schedules refuse some of
+            these, or are slower with them. docs/pipeline.md has the measured times of all
+            schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -85,10 +89,10 @@ class Layout:
         processes: the number of processes, each of which drives equally many devices.
 
     Raises:
-        ValueError: a size below 1, or a choice that is not known; a choice without effect, such as
-            chunks without stages; with chunks, microbatches that are not a multiple of the stages;
-            processes that do not divide the devices. The message proposes the nearest layout that
-            works.
+        ValueError: a size is below 1, or a choice is not known; a choice has no effect, such as
+            chunks without stages; there are chunks, and the number of microbatches is not a
+            multiple of the number of stages; or the number of devices is not a multiple of the
+            number of processes. The message proposes the nearest layout that works.
     """
 
     data: int = 1
@@ -151,7 +155,7 @@ class Layout:
         places, number = {}, device
         for name in reversed(self.axes):
             number, places[name] = divmod(number, self.axes[name])
-        # `number` is what is left: 0 if the device exists.
+        # `number` is the last quotient: 0 if the device exists.
         if number or device < 0:
             last = self.devices - 1
             raise ValueError(
@@ -306,7 +310,8 @@ class Layout:
         """Returns the layout that `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
-            ValueError: as `parse` does.
+            ValueError: the text is not JSON of one object; a name or a value is not known; or the
+                fields do not make a valid layout.
         """
         try:
             values = json.loads(text)
@@ -332,7 +337,8 @@ class Layout:
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
         `misread` are the sentences for faults of the text. In `written`, names and values are
-        already corrected for the proposal.
+        already corrected for the proposal. The layout must fit `sizes`, those of a model and a
+        batch. `wording` is the form of the proposal in the message.
         """
         # The first fault of the text, if there is one, begins the message.
         message = validate.refusal(
@@ -348,7 +354,7 @@ class Layout:
 
 
 def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with NumPy's integers and booleans as Python's."""
+    """Returns `values` with NumPy's integers and booleans as Python's, which JSON can write."""
     return {
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()

@@ -257,7 +257,7 @@ def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
     `specs` is a tree prefix. Leaves that are no arrays stay as they are.
 
     Raises:
-        ValueError: as `spmd` does.
+        ValueError: a spec does not fit its array or the mesh, as in `spmd`.
     """
     arrays, static = eqx.partition(tree, is_array)
     check_specs(arrays, specs, mesh)
@@ -289,8 +289,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
 
     Raises:
-        ValueError: as `spmd` does; or an array is deleted, is traced by `jax.jit`, or lies on
-            devices of other processes.
+        ValueError: a spec does not fit its array or the mesh, as in `spmd`; or an array is deleted,
+            is traced by `jax.jit`, or lies on devices of other processes.
     """
     arrays, static = eqx.partition(tree, is_array)
     check_specs(arrays, specs, mesh)

@@ -77,8 +77,9 @@ def column(
     """Returns the result of a column-parallel layer, which gathers the tokens first:
     `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
-    The arguments are as in `tensor.column`. With `collectives.matmul.all_gather_matmul` a device
-    multiplies some tokens while other tokens travel.
+    `weight` and `bias` have this device's outputs. `all_gather_matmul` may be
+    `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while other
+    tokens travel.
 
     Raises:
         ValueError: the weight does not take all inputs.
@@ -103,8 +104,9 @@ def row(
     """Returns the result of a row-parallel layer, which sums and scatters the products:
     `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
-    The arguments are as in `tensor.row`. With `collectives.matmul.matmul_reduce_scatter` a
-    device multiplies while the partial sums travel.
+    `x` and `weight` have this device's inputs, and `bias` has all outputs. `matmul_reduce_scatter`
+    may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while the
+    partial sums travel.
 
     Raises:
         ValueError: the tokens are not a multiple of the devices, or the weight does not take the
@@ -145,12 +147,14 @@ def comms(
 ) -> Comms:
     """Returns the communication of layers whose residual stream has its tokens split over `axis`.
 
-    Over the axes `shared`, which share the vocabulary, `all_tokens` and `sum_partials` are
-    Megatron's pair, `tensor.copy_to` and `tensor.reduce_from`.
+    The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
+    `sum_partials` communicate over them by Megatron's pair, `tensor.copy_to` and
+    `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    The functions of the result raise the errors of `reduce_scatter_to` and `local_tokens`.
+    The functions of the result raise `ValueError` for tokens that are not a multiple of the
+    devices.
     """
     axis = Axis.of(axis)
 

@@ -159,8 +159,8 @@ def column(
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
     Raises:
-        ValueError: `x` varies along `axis` already, the weight does not take all of its inputs, or
-            a `Linear` has two biases.
+        ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
+            a `bias` is given besides that of a `Linear`.
     """
     if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
         return ColumnLinear(_without(bias, weight, "column"), axis)(x)
@@ -185,8 +185,8 @@ def row(
     `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
 
     Raises:
-        ValueError: `x` or the weight is the same along `axis`, or the weight does not take the
-            inputs of this device; or a `Linear` has two biases.
+        ValueError: `x` or the weight is the same along `axis`; the weight does not take the inputs
+            of this device; or a `bias` is given besides that of a `Linear`.
     """
     if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
         return RowLinear(_without(bias, weight, "row"), axis)(x)
@@ -216,9 +216,11 @@ class ColumnLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs"], *, key: Any = None
     ) -> Float[Array, "*batch outputs_shard"]:
-        """Applies `column` to one vector or to many; `key` is ignored, as in Equinox.
+        """Returns this device's outputs for one vector of inputs, or for many. `key` is ignored, as
+        in Equinox.
 
-        Raises `ValueError` as `column` does.
+        Raises `ValueError` if the weight is not split along its outputs, or `x` varies along the
+        axis already.
         """
         # The outputs, dim 0 of the weight, are split. `column` takes weights [inputs, outputs].
         _check_linear("ColumnLinear", self.linear, Axis.of(self.axis), split=0)
@@ -244,9 +246,10 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """Applies `row` to one vector or to many; `key` is ignored, as in Equinox.
+        """Returns all outputs for this device's inputs of one vector, or of many: the sum of the
+        devices' products, plus the bias. `key` is ignored, as in Equinox.
 
-        Raises `ValueError` as `row` does.
+        Raises `ValueError` if the weight is not split along its inputs, or does not fit `x`.
         """
         # The inputs, dim 1 of the weight, are split. `row` takes weights [inputs, outputs].
         _check_linear("RowLinear", self.linear, Axis.of(self.axis), split=1)
@@ -457,7 +460,9 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    One all-reduce sums the devices' results of `embed_partial`, whose arguments it takes.
+    `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
+    is the number of rows without padding; by default all rows. An id outside the vocabulary gives
+    nan, or zeros if its weight is 0. One all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis

@@ -63,23 +63,25 @@ def reduce_scattered(
     keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
-    whole are all-reduced, and so is the loss. If `reduce_scatter` has already scattered a gradient
-    inside `grad`, it is not scattered again, but divided.
+    whole are all-reduced, and so is the loss. A gradient that `reduce_scatter` has already
+    scattered inside `grad` is not scattered again: it is only divided.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         specs: the specs of the shares, a tree like the parameters, as
             `rules.specs(model, rules.fsdp(axis, size=n))` makes it.
-        aux: as in `grads.averaged`.
+        aux: a function `(values, axis)` that combines the auxiliary values of the devices, as in
+            `grads.averaged`.
 
     Raises:
-        ValueError: a dim of `specs` is split over `axis` and, inside that, over another axis.
+        ValueError: a spec splits a dim over `axis` first, and then over another axis, as
+            `("data", "tensor")` does if `axis` is "data".
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    # `value_and_sums` also passes this device's own gradient, `term`, for a mean that takes its
-    # dtype. This mean does not: it stays in float32 or wider.
+    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take its
+    # dtype. This mean does not take it: it stays in float32 or wider.
     def mean(total, term):
         return total / axis.size()
 
@@ -91,7 +93,7 @@ def reduce_scattered(
         """
 
         # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as that of experts, is not among these: along it no sum is left to take.
+        # itself, such as the experts' axis, is not among these: along it no sum is left to take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
@@ -128,7 +130,7 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
     `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
     divides. `axis` has only the axes of the shares, not an axis that splits a parameter itself,
-    such as that of experts.
+    such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -153,10 +155,10 @@ def sharded(
     share of the state. Outside, where arrays are global, `init` returns the whole state, for which
     `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
 
-    `axis` and `specs` are as in `reduce_scattered`. An optimizer that combines elements would see
-    only the elements of a share, and is refused: wrap it in `optimizers.whole` or
-    `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`, which take the norm over
-    all shares.
+    `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
+    that combines elements would see only the elements of a share, and is refused: wrap it in
+    `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
+    which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -167,8 +169,8 @@ def sharded(
     # Refuses an optimizer that does not act element by element.
     update_shares = checked(optimizer.update, by_path, at="zero.sharded")
 
-    # The splits of a leaf into shares. An axis that splits the parameter itself, such as that of
-    # experts, is left out.
+    # The splits of a leaf into shares. An axis that splits the parameter itself, such as the
+    # experts' axis, is left out.
     def splits(path, weight):
         return splits_of(path, by_path, axis.over(replicated_axes(weight, axis)))
 
@@ -231,7 +233,7 @@ def _mean_share(
     total = summed.all_reduce(gradient) if summed.names else gradient
     # Along the other splits all devices have the same gradient, so each cuts its share out of it.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # The mean is also over axes along which the parameter itself varies, such as that of experts:
+    # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
     # along these the gradient is already a sum. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
@@ -257,8 +259,9 @@ def gathered(
         specs: the specs of the shares, a tree like the function's first argument.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis: the gathered
-            blocks would not be neighbours in the leaf.
+        ValueError: a spec splits a dim over `axis` first, and then over another axis, as
+            `("data", "tensor")` does if `axis` is "data". The gathered blocks would not be
+            neighbours in the leaf.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -488,9 +491,9 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch before it adds them up. In stage 3 the backward pass of the gathers
-        in `loss` scatters them, and only gradients of leaves that stay whole are summed here. In
-        all stages, parameters that are not split as `rule` says are refused.
+        microbatch before it adds them up. In stage 3 the backward pass of the gathers in `loss`
+        scatters them, and only gradients of leaves that stay whole are summed here. In all stages,
+        parameters that are not split as `rule` says are refused.
         """
 
         def scattered_grad(params, batch):
@@ -513,7 +516,7 @@ class ZeRO:
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Returns `function(params, ...)`, which refuses parameters that are not split as `rule`
-        says."""
+        says. `name` is the name of the method that calls this one, for messages."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
             trees.dotted(path): leaf.shape

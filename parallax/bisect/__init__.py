@@ -2,7 +2,7 @@
 
 The values of a model have names, and two runs are compared name by name:
 
-    x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free while off
+    x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free without a record
     print(bisect.compare(one_device, split))
 """
 

@@ -56,9 +56,9 @@ class ProgramSlice(NamedTuple):
 
     Attributes:
         taps: the taps at which the part begins, as `(path, way)`.
-        collectives: a description of each collective, the nearest first.
+        collectives: a description of each collective, the nearest to the value first.
         functions: the functions that made the equations, as `file.py:function`, the nearest first.
-        callers: the functions that called those in `functions`, in no order.
+        callers: the functions that called the `functions`, in no order.
     """
 
     taps: tuple[tuple[str, str], ...]
@@ -74,8 +74,8 @@ class _Body(NamedTuple):
         jaxpr: the jaxpr.
         parent: the body that contains it; None for the whole program.
         eqn: the equation of the parent that contains it.
-        calls: the ids of the equations around it, from the whole program on. JAX may use one
-            jaxpr for several calls; these ids tell the bodies of the calls apart.
+        calls: the ids of the equations around it, the outermost first. JAX may use one jaxpr for
+            several calls; these ids tell the bodies of the calls apart.
         makers: the equation that makes each of its variables.
     """
 
@@ -87,8 +87,9 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the slice that computes the values of all taps of this path and way from the taps
-    before them. With `numbers`, it also computes the numbers of their microbatch and layer.
+    """Returns the part of a program between all taps of this path and way, and the taps before
+    them. It computes the values of these taps. With `numbers`, it also computes the numbers of the
+    microbatch and the layer that the taps report.
     """
     # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()
@@ -97,7 +98,8 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
             if eqn.primitive.name != "tap" or eqn.params["way"] != way:
                 continue
             if eqn.params["mark"].path == path:
-                # Operands of a tap: the value, an index for each of `sizes`, microbatch, layer.
+                # The operands of a tap are the value, the device's index along each mesh axis of
+                # `sizes`, the number of the microbatch, and the number of the layer.
                 first = 1 + len(eqn.params["mark"].sizes)
                 reader.follow(eqn.invars[0], body)
                 for atom in eqn.invars[first : first + 2] if numbers else ():  # microbatch, layer
@@ -106,21 +108,23 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the slice between the program's result number `place` and the taps before it."""
+    """Returns the part of a program between its result number `place` and the taps before it."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
-    """Returns a jaxpr as a `_Body`, with the equation that makes each of its variables."""
+    """Returns a jaxpr as a `_Body`: with the body `parent` that contains it and the equation `eqn`
+    of the parent that runs it. Both are None for the whole program."""
     calls = () if parent is None else (*parent.calls, id(eqn))
     makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}
     return _Body(jaxpr, parent, eqn, calls, makers)
 
 
 def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
-    """Yields a jaxpr and all jaxprs inside it, as bodies, the outer ones first."""
+    """Yields a jaxpr and all jaxprs inside it, as bodies, the outer ones first. `parent` is the
+    body that contains the jaxpr, and `eqn` the equation that runs it."""
     body = _body(jaxpr, parent, eqn)
     yield body
     for inner_eqn in jaxpr.eqns:
@@ -153,8 +157,8 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that one operand of `body`, `atom`, depends on, the nearest
-        first, as far as the nearest taps."""
+        """Collects the equations that `atom` depends on, the nearest first, as far as the nearest
+        taps. `atom` is an operand of an equation of `body`, or a result of `body`."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -167,13 +171,13 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands from which an equation of `body` computes its result `atom`, and
-        notes the equation.
+        """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
+        each with its body. The search goes on from these operands.
 
-        There are three kinds of equations. A tap ends the search (a LINEAR one does not): it is
-        noted, and no operand is returned. A call of a function, or a `scan`, is opened: the search
-        goes on in its jaxpr, from the result that becomes `atom`. All others are noted, with the
-        functions and collectives inside them.
+        There are three kinds of equations. A tap ends the search, unless it is LINEAR: it is
+        collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
+        search goes on in its jaxpr, from the result that becomes `atom`. Of any other equation the
+        functions and the collectives are collected, also those of the equations inside it.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -182,9 +186,9 @@ class _SliceReader:
             return []
         is_scan = eqn.primitive.name == "scan"
         called_jaxpr = inner(eqn)[0] if is_scan else called(eqn)
-        # JAX caches the jaxpr of its own functions, such as jnp.where, with the source lines of
-        # their first call in the process. Only the equation that calls the function has the lines
-        # of this call, so such a jaxpr is not opened.
+        # JAX caches the jaxprs of its own functions, such as jnp.where, with the source lines of
+        # their first call in the process. Only the equation that calls the function has the source
+        # lines of this call. So the equation is noted, and the jaxpr is not opened.
         is_cached = not is_scan and _is_cached(called_jaxpr)
         if called_jaxpr is not None and not is_cached:
             inside = self._inside(called_jaxpr, body, eqn)
@@ -195,13 +199,13 @@ class _SliceReader:
             for jaxpr in inner(eqn):
                 for inner_eqn in every(jaxpr):
                     self._note(inner_eqn, body)
-        # The other operands of a tap are the numbers of its report.
+        # Only the first operand of a tap is its value. The others are the numbers of its report.
         operands = eqn.invars[:1] if is_tap else eqn.invars
         return [(operand, body) for operand in operands]
 
     def _note(self, eqn: JaxprEqn, body: _Body) -> None:
-        """Notes the functions on the stack that made an equation (`functions` has the innermost,
-        `callers` the others), and the collectives that the equation runs.
+        """Collects the functions that made an equation, and the collectives that the equation runs.
+        The innermost function of the stack goes to `functions`, the others go to `callers`.
         """
         frames = _frames(eqn)
         names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
@@ -211,11 +215,11 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operand, of the equation around `body`, that becomes `atom`, an input of
-        `body`.
+        """Returns the variables on which `atom`, an input of `body`, depends, each with its body.
 
-        If the input is the carry of a `scan`, it also depends on the carry of the trip before,
-        which is a result of `body`. The program's own arguments, and constants, depend on nothing.
+        The first is the operand that the equation around `body` passes as `atom`. The carry of a
+        `scan` also depends on the carry of the trip before, which is a result of `body`. The list
+        is empty for an argument of the whole program and for a constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -242,16 +246,16 @@ class _SliceReader:
 
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
-    """Returns whether a jaxpr is that of a function of JAX itself, which JAX caches, and has no
-    tap."""
+    """Returns whether a jaxpr belongs to a function of JAX itself, such as jnp.where, and has no
+    tap. JAX caches such jaxprs."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))
 
 
 def _frames(eqn: JaxprEqn) -> list[Any]:
-    """Returns the stack frames that made an equation, the innermost first, without those of
-    libraries, of `bisect` and of taps.
+    """Returns the stack frames that made an equation, the innermost first. Frames in libraries and
+    in this package's code for taps and for `bisect` are left out.
     """
     traceback = eqn.source_info.traceback
     return [
@@ -263,8 +267,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns pairs, the name and the axes, of the collectives that an equation runs. The name is
-    that of the function of `parallax.collectives` if one was called, or of the primitive."""
+    """Returns a pair, the name and the axes, for each collective that an equation runs. The name is
+    the name of the function of `parallax.collectives` that was called; if none was, the name of the
+    primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
     # the function is traced to see what it sends.
@@ -289,8 +294,8 @@ def _mesh(body: _Body | None) -> Any:
 
 
 def _collective_function(eqn: JaxprEqn) -> str:
-    """Returns the name of the function of `parallax.collectives` that was called, or "". If several
-    of `_NAMED_COLLECTIVES` called each other, it is the outermost one, which the user called.
+    """Returns the name of the function of `parallax.collectives` that made an equation, or "". If
+    such functions called each other, it is the outermost one, which the user called.
     """
 
     def is_inside(frame):
@@ -298,27 +303,29 @@ def _collective_function(eqn: JaxprEqn) -> str:
         return frame.file_name.startswith(_COLLECTIVES)
 
     innermost = itertools.takewhile(is_inside, _frames(eqn))
-    # A frame has the qualified name of its function, such as "_from_tables.<locals>.all_reduce".
+    # A frame has the qualified name of its function, such as "_from_tables.<locals>.all_reduce",
+    # which contains the names of the functions around it.
     parts = [frame.function_name.split(".") for frame in innermost]
-    # All these names, from the innermost function outward.
+    # The known names among all parts, from the innermost function outward.
     names = [name for name in itertools.chain(*map(reversed, parts)) if name in _NAMED_COLLECTIVES]
     return names[-1] if names else ""
 
 
 def _caller(eqn: JaxprEqn) -> str:
     """Returns the text " in LINE for LINE": the line that called a collective, and the line of the
-    model that led to this call. The first may be a line of the package, as of `tensor.reduce_from`.
+    model that led to this call. The first line may be in the package itself, as in `tensor.py`. The
+    text has one line if both are the same, and is "" if neither is known.
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
-    # Files directly in the package's folder, such as tensor.py, are no models; those in its folder
-    # `models` are.
+    # Files directly in the package's folder, such as tensor.py, are no models. Files in its folder
+    # `models`, and files of the user, are.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [
         f"{_short(frame.file_name)}:{frame.line_num} ({frame.function_name})"
         for frame in (*frames[:1], *model_frames[:1])
     ]
-    # One line if both frames are the same.
+    # The dict removes the second line if it equals the first.
     pairs = zip(("in", "for"), dict.fromkeys(lines), strict=False)
     return "".join(f" {word} {line}" for word, line in pairs)
 

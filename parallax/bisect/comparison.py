@@ -1,9 +1,10 @@
 """Compares two runs, value by value in program order.
 
-A `Record` has the values of a run. The `Key` of a value has the path of its tap, its layer, and its
-`way`: argument, forward pass, backward pass or result. `copies` are the mesh axes along which
-devices have copies of one value that should be equal and differ. `differs` of a `Value` gives the
-largest difference along each such axis.
+A *tap* reports a value inside a model. A `Record` has the values of a run. The `Key` of a value has
+the path of its tap, its layer, and its `way`: argument, forward pass, backward pass, after the
+backward pass, or result. Devices may have copies of one value, which should be equal. `copies` are
+the mesh axes along which such copies differ; `differs` of a `Value` has the largest difference
+along each of these axes.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ from parallax.bisect.diagnosis import diagnose
 from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
 
 BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
-# The true value of some cotangents is 0, and their computed numbers are only rounding errors. They
-# are compared with this part of the largest number of their kind.
+# The true value of some cotangents is 0, and their computed numbers are only rounding errors. So a
+# difference is divided by at least this part of the largest number among the values of its kind.
 SMALL = 1e-3
 
 
@@ -26,8 +27,8 @@ class Difference(NamedTuple):
 
     Attributes:
         key: the value's key.
-        off: the difference, relative to the largest number of the value; 0 if only the value's
-            copies differ.
+        off: the difference, relative to the largest number of the value. It may be within the
+            bound if only the value's copies differ.
         bound: the difference that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
@@ -35,7 +36,7 @@ class Difference(NamedTuple):
         microbatch: the microbatch of the second run that the number belongs to; None if the value
             has no rows of the batch.
         diagnosis: the kind of mistake that the two values suggest.
-        after: the values right before this one, which are equal in both runs.
+        after: the last values before this one, which are equal in both runs.
         program_slice: the collectives and functions between those values and this one, in the
             second run's program; None if that run has no program.
     """
@@ -119,9 +120,8 @@ def compare(
     Raises:
         ValueError: the runs have no value in common.
     """
-    # In the program order of the first run.
     a, b = (_recorded(run, options) for run in (run_a, run_b))
-    keys = [key for key in a.values if key in b.values]
+    keys = [key for key in a.values if key in b.values]  # in the first run's program order
     if not keys:
         raise ValueError(
             "bisect.compare needs two runs with taps of the same names; these have none in common."
@@ -134,8 +134,8 @@ def compare(
         # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         off = differences[key]
-        # The axes along which the copies in `run_b` differ too much. `not <=` is true for nan,
-        # which `>` is not.
+        # The axes along which the copies in `run_b` differ too much. If `off` is nan, `off >
+        # allowed` would be false, and `not off <= allowed` is true.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not off <= allowed:
             first = _described(a, b, key, (off, allowed), copies, equal)
@@ -158,8 +158,8 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     """
     off = _differences(_recorded(exact, options), _recorded(rounded, options))
     positive = [difference for difference in off.values() if difference > 0]
-    # The least error that counts: a value without an error in this run may have an
-    # error when it is summed in another order.
+    # A value without an error in this run may have an error when it is summed in another order, so
+    # each value is allowed at least the median error.
     least = float(np.median(positive)) if positive else BOUND
     return {key: times * max(difference, least) for key, difference in off.items()}
 
@@ -170,8 +170,8 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value, such as an optimizer's moments. Values of one kind have numbers
-    of comparable size.
+    """Returns the kind of a value, such as an optimizer's moments: its way and the first fields of
+    its path. Values of one kind have numbers of comparable size.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -180,12 +180,10 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each common value, the largest |a - b| relative to the value's size.
+    """Returns, for each value that both runs have, the largest |a - b| divided by the value's size.
 
     The size is the largest |a|, or `SMALL` times the largest number of the value's kind if that is
-    larger.
-
-    Another shape, and any difference of whole numbers, count as infinite.
+    larger. The result is infinite if the shapes differ, or if whole numbers differ at all.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
@@ -207,10 +205,10 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
 
 
 def _shaped_like(right: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns `x` in the shape of `right` if it has as many numbers, and unchanged otherwise.
+    """Returns `x` in the shape of `right` if both have equally many numbers, else `x` unchanged.
 
-    A pipeline holds its layers as [stages, layers of a stage, ...], and one device as [layers,
-    ...].
+    A pipeline holds its layers as [stages, layers of a stage, ...], and one device holds them as
+    [layers, ...], so the same value may have two shapes.
     """
     return x.reshape(right.shape) if x.size == right.size else x
 
@@ -229,7 +227,7 @@ def _described(
         a: the record of the run that is right.
         b: the record of the other run.
         key: the value that differs.
-        off: its difference, and the difference that is allowed.
+        off: two numbers: the difference of this value, and the difference that is allowed.
         copies: the axes along which the value's copies in `b` differ.
         equal: the values before it, which are equal in both runs.
     """
@@ -244,28 +242,30 @@ def _described(
         right_and_wrong = float(right[index]), float(wrong[index])
     microbatch = None
     if value.rows is not None and index:
-        # `dim` counts the batch's rows. Each device's part of it has the device's microbatches one
-        # after another, of `rows` rows each.
+        # `dim` is the dim of the batch's rows. Each device's part of this dim has the device's
+        # microbatches one after another, with `rows` rows each.
         dim, rows = value.rows
         microbatch = index[dim] // rows % b.microbatches
     text = diagnose(right, wrong, b.sizes, b.microbatches, copies)
     if key.way == ARGUMENT:
         text = f"the two runs were given different arguments; {text}"
     if copies and key.layer >= 0:
-        # The reports of several layers under one number look like copies that differ.
+        # If several layers report under one number, their reports look like copies that differ.
         text += "; or several layers have this number"
-    # If copies differ, the wrong part may be the number of the microbatch or of the layer.
+    # If copies differ, a wrong number of the microbatch or of the layer may be the reason, so the
+    # code that computes these numbers is searched too.
     program_slice = _slice_before(b, key, numbers=bool(copies))
-    # Equal values of the taps at which the slice begins, in this layer or a neighbour.
+    # `near` has the equal values at which the slice begins, in this layer or in the layer before or
+    # after it.
     taps = program_slice.taps if program_slice else ()
     near = [
         before
         for before in equal
         if (before.path, before.way) in taps and abs(before.layer - key.layer) <= 1
     ]
-    # Without such a value, the last equal one. At most four are shown.
+    # If there is no such value, the last equal one is shown. At most four are shown.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
-    # `off` has the fields `off` and `bound`.
+    # `*off` gives the fields `off` and `bound`.
     return Difference(
         key, *off, index, *right_and_wrong, microbatch, text, after[-4:], program_slice
     )
@@ -274,8 +274,8 @@ def _described(
 def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
     """Returns the part of a run's program that computes the value `key` from the taps before it.
 
-    Returns None for an argument, which nothing computes, and for a run without a program. With
-    `numbers`, the part also computes the numbers of the value's microbatch and layer.
+    Returns None for an argument, which no part of the program computes, and for a run without a
+    program. With `numbers`, the part also computes the numbers of the value's microbatch and layer.
     """
     if wrong_run.program is None or key.way == ARGUMENT:
         return None

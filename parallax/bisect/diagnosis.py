@@ -12,7 +12,7 @@ import numpy as np
 
 FEW = 0.02  # a smaller share of the numbers may be zero by chance
 MANY = 5  # the largest number of blocks whose orders are all tried: 5! = 120
-# The binary digits of a number of each type
+# The number of binary digits that a number of each type keeps.
 DIGITS = {
     np.dtype(dtype).name: jnp.finfo(dtype).nmant + 1
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -27,8 +27,8 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns the kind of mistake, such as "summed 4 times: the size of data": the first guess that
-    explains the wrong value, or "no known kind".
+    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data". It is
+    the first guess that explains the wrong value, or "no known kind".
 
     Args:
         right: the right value.
@@ -39,7 +39,8 @@ def diagnose(
     """
     if right.shape != wrong.shape:
         return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"
-    # Sums and products of NumPy's arrays without a dim are numbers, and not arrays.
+    # NumPy returns numbers, and no arrays, for sums and products of arrays without a dim; so each
+    # value gets at least one dim.
     right, wrong = (np.atleast_1d(x.astype(np.float64)) for x in (right, wrong))
     if np.isnan(wrong).any() and not np.isnan(right).any():
         return f"not a number, or not computed, at {np.isnan(wrong).mean():.0%} of the places"
@@ -75,12 +76,13 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the shorter type to which the numbers seem to be rounded: the largest
     relative error is at most the type's rounding error, and more than 1/16 of it."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
-    # If all relative errors are about equal, the wrong value is a multiple of the right one.
+    # If all relative errors are about equal, the wrong value is a multiple of the right one, and
+    # was not rounded.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
-        # Rounding to so many binary digits changes a number by at most 2^-digits of it,
-        # and the largest of many changes is not far below that.
+        # Rounding to so many binary digits changes a number by at most 2^-digits of it. The largest
+        # of many such changes is not far below this bound.
         if 2.0 ** -(digits + 4) < _largest(errors) <= 2.0**-digits:
             return f"rounded to {name}"
     return ""
@@ -90,7 +92,7 @@ def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
     """Returns a text with the factor, and the axes of this size, if the wrong value is a multiple
     of the right one. `counts` has the sizes of the axes and the number of microbatches.
     """
-    # The factor f for which the squares of wrong - f right have the least sum.
+    # The factor f that makes `wrong - f * right` smallest (least squares).
     squares = float(np.vdot(right, right))
     factor = float(np.vdot(right, wrong)) / squares if squares else 0.0
     if not factor or not _near(wrong, factor * right):
@@ -125,7 +127,7 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
         if right.shape[dim] % count:  # no equal blocks
             continue
         blocks = np.split(right, count, axis=dim)
-        # The first permutation is the right order.
+        # The first permutation is the right order itself, so it is left out.
         for order in itertools.islice(itertools.permutations(range(count)), 1, None):
             if _near(wrong, np.concatenate([blocks[i] for i in order], axis=dim)):
                 return f"{count} blocks of dim {dim} in another order: {list(order)}"
@@ -133,9 +135,10 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the share of places in which exactly one of the two values is 0, as with
-    another dropout mask. Both values must have zeros."""
-    # A share below FEW may be chance, and two random masks never differ in nearly all places.
+    """Returns a text that suggests another random key, if the two values are 0 in different places,
+    as with another dropout mask. The text has the share of places in which exactly one of the two
+    values is 0. Both values must have zeros."""
+    # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
         return ""
@@ -143,13 +146,15 @@ def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the smallest box that has all wrong numbers, if it is smaller than the
-    value. The box is called missing if all numbers that the wrong value has in it are 0."""
+    """Returns a text with the smallest box of indices that contains all wrong numbers, or "" if
+    this box is the whole value. The text calls the box missing if the wrong value is 0 everywhere
+    in it, and wrong otherwise."""
+    # The indices [wrong numbers, dims].
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""
     starts, stops = off.min(axis=0), off.max(axis=0) + 1
-    if np.prod(stops - starts) == right.size:  # the whole value
+    if np.prod(stops - starts) == right.size:  # the box is the whole value
         return ""
     box = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
     text = ", ".join(f"{part.start}:{part.stop}" for part in box)

@@ -1,21 +1,21 @@
 """A record of one run: each tapped value, assembled from the reports of the devices.
 
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
-JAX's replication types tell which of the three. For a cotangent, sums and copies change places. If
-devices have copies of a value that is typed as varying, each has a term of the cotangent. If they
-have terms of a sum, each has a copy of the cotangent. A loss is a mean over equal parts of the
-batch, so the cotangents of one part are multiplied by 1 / parts.
+JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
+places: if devices have copies of a value that is typed as varying, each has a term of the
+cotangent; if they have terms of a sum, each has a copy of the cotangent. A loss is a mean over
+equal parts of the batch, so the cotangents of one part are multiplied by 1 / parts.
 
-A `Report` has a device's block, and the facts of the tap, its `mark`. It also has the index of the
-device along each mesh axis, the microbatch (-1: no job) and the layer (-1: none). For each of the
-dims `mark.placed`, its `places` has the positions of the block's elements in the whole array. The
-axes along which devices have terms of a sum are `mark.terms`; `mark.varying` are those along which
-the value is typed as varying, and `mark.dims` the axes that split each dim. BATCH stands for all
-axes that split the rows of the batch.
+A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
+as `device`, the number of the microbatch (-1: no job) and of the layer (-1: none). For each of the
+dims `mark.placed`, `places` has the positions of the block's elements in the whole array. Its
+`mark` has the facts of the tap: `terms`, the axes along which devices have terms of a sum;
+`varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
+In them BATCH stands for all axes that split the rows of the batch.
 
-A `_Form` tells how the blocks form a value: `rows`, the dim of the batch's rows, or None; `dims`,
-the axes that split each dim; `block_axes`, along which devices have different blocks; `summed`,
-along which they have terms; and `joined`, whether microbatches have terms too.
+A `_Form` tells how the blocks form a value: `rows` is the dim of the batch's rows, or None; `dims`
+are the axes that split each dim. Devices have different blocks along `block_axes`, and terms of a
+sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class Key(NamedTuple):
     way: str
 
     def __str__(self) -> str:
-        """Returns the path with the number of the layer; for a cotangent, after the words "the
-        cotangent of".
+        """Returns the path with the number of the layer in place of "*". A cotangent has the words
+        "the cotangent of" before its path.
         """
         path = self.path.replace("*", str(self.layer), 1) if self.layer >= 0 else self.path
         return f"the cotangent of {path}" if self.way == BACKWARD else path
@@ -70,8 +70,8 @@ class Value(NamedTuple):
         whole: the value; nan in places that no device reported.
         differs: the axes along which the devices' copies differ, each with the largest difference
             relative to the largest number.
-        rows: the dim of the batch, and the number of rows of a microbatch on a device; None if the
-            value has no rows.
+        rows: two numbers, the dim of the batch's rows and the number of rows of a microbatch on a
+            device; None if no dim has the rows of the batch.
     """
 
     whole: np.ndarray
@@ -96,7 +96,9 @@ class Record:
     program: Jaxpr | None = None
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to a NumPy archive, for a comparison with a later commit."""
+        """Writes the record without its program to a NumPy archive, for a comparison with a later
+        commit. The archive has the values as the arrays "0", "1", ..., and everything else as JSON
+        in the array "head"."""
         items = list(self.values.items())
         head = {
             "sizes": self.sizes,
@@ -125,7 +127,7 @@ def load(path: str | Path) -> Record:
             head = json.loads(str(archive["head"]))
             values = dict(_loaded(entry, archive[str(i)]) for i, entry in enumerate(head["values"]))
         return Record(values, dict(head["sizes"]), int(head["microbatches"]))
-    # The errors that NumPy, json and `_loaded` raise for other or damaged files.
+    # NumPy, json and `_loaded` raise these errors if the file is another or is damaged.
     except (
         ValueError,
         KeyError,
@@ -142,10 +144,11 @@ def load(path: str | Path) -> Record:
 
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
-    """Returns one value of a record that was saved, and its key. Raises an error for other data,
-    which `load` turns into its own."""
+    """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
+    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns it into an
+    error with the file's name."""
     path, layer, way, differs, rows = entry
-    # The kinds of NumPy's dtypes: bool, integer, unsigned integer, floating-point.
+    # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
         raise ValueError(
             f"{path!r} needs numbers of a phase in {PHASES}; got {whole.dtype} of the phase {way!r}"
@@ -169,8 +172,7 @@ def record(
             (train_step.init(), windows))`. It is called while taps are on, and must make the
             function anew: a function that was traced before has no taps.
         rows: the axes that split the rows of the batch.
-        means: the axes besides `rows` over whose devices the loss is a mean, such as one that
-            splits the tokens.
+        means: other axes over which the loss is a mean, such as an axis that splits the tokens.
 
     Raises:
         ValueError: the program has no tap.
@@ -186,7 +188,7 @@ def record(
 
         traced = jax.jit(results).trace(arrays)
         compiled = traced.lower().compile()
-        recorder.reports.clear()  # `run` may have computed something of its own
+        recorder.reports.clear()  # drops the reports of anything that `run` itself has computed
         # The step may donate its arguments, so they are read before it runs.
         argument_values = _of_arrays(arrays, ARGUMENT)
         result_arrays = jax.block_until_ready(compiled(arrays))
@@ -198,27 +200,28 @@ def record(
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)
-    # `opened` leaves out the values of the program's constants.
+    # `opened` returns the jaxpr without the values of its constants.
     return Record(values, sizes, microbatches, opened(traced.jaxpr))
 
 
 def _put_together(
     recorder: taps.Recorder, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> tuple[dict[Key, Value], dict[str, int], int]:
-    """Returns the tapped values in program order, the sizes of the mesh, and the number of
-    microbatches.
+    """Returns the tapped values in program order, the sizes of the mesh's axes, and the number of
+    microbatches. `recorder` has all reports of the run; `rows` and `means` are as in `record`: the
+    axes that split the batch's rows, and the other axes over which the loss is a mean.
     """
     reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
-        if report.microbatch >= 0:  # else the device had no job, and the value is garbage
+        # Without a job (-1), as in an idle tick of a pipeline, a device's value means nothing.
+        if report.microbatch >= 0:
             key = Key(report.mark.path, report.layer, report.way)
             reports_of.setdefault(key, []).append(report)
     microbatches = 1 + max(report.microbatch for report in recorder.reports)
     values = {}
     for key in sorted(reports_of, key=_order(recorder.paths, reports_of)):
         reports = reports_of[key]
-        # The cotangent of the loss (terms over BATCH) is given, and not computed, so it is left
-        # out.
+        # The loss has terms over BATCH. Its cotangent is given and not computed: it is left out.
         if key.way != BACKWARD or BATCH not in reports[0].mark.terms:
             values[key] = _whole(reports, _form(reports, microbatches, rows, (*rows, *means)))
     sizes = {name: size for report in recorder.reports for name, size in report.mark.sizes}
@@ -226,8 +229,9 @@ def _put_together(
 
 
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
-    """Returns the arguments or the results of a program as values, with keys such as
-    "result.0.model", from the path of each array in `tree`. They belong to no layer (-1).
+    """Returns the arrays of `tree` as values by key. `tree` has the arguments or the results of a
+    program, and `way` is ARGUMENT or RESULT. The path in a key is the way and the array's path,
+    such as "result.0.model.embedding". The values belong to no layer (-1).
     """
     return {
         Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf)
@@ -236,8 +240,9 @@ def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
 
 
 def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[int, ...]]:
-    """Returns a sort key for the order in which the program computes the values: layer by layer,
-    and in reverse in the backward pass. `paths` has the place of each tap in the trace.
+    """Returns a function from a key to a sort key. It sorts values by the order in which the
+    program computes them: layer by layer, and in reverse in the backward pass. `paths` has the
+    place of each tap in the trace, and `keys` are the keys of all values.
     """
     layered = {key.path for key in keys if key.layer >= 0}
     # Taps in layers are traced once, for all layers. Such taps that are neighbours in the trace
@@ -251,8 +256,8 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
-        """Returns the phase, then the group in the trace, the layer and the tap; the last three in
-        reverse for a cotangent."""
+        """Returns the numbers of the phase, of the group in the trace, of the layer and of the tap.
+        The last three are negative for a cotangent, so that cotangents are sorted in reverse."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -270,7 +275,7 @@ class _Form(NamedTuple):
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
-        scale: the factor of the sum, which makes it a mean.
+        scale: a factor on the sum, which turns it into a mean if the loss is a mean.
         microbatches: the number of microbatches.
     """
 
@@ -306,15 +311,16 @@ def _form(
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
     in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
-    # Devices have different blocks along the axes of the spec, and along those on which the
-    # positions that they report differ.
+    # Devices have different blocks along the axes of the spec, and along axes on which they report
+    # different positions.
     block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
-    is_mean = BATCH in mark.terms  # terms of the loss, the mean over equal parts of the batch
+    is_mean = BATCH in mark.terms  # such terms are those of a loss, a mean over parts of the batch
     mean_axes = [axis for axis in means if axis in sizes]
     terms = {axis for axis in mark.terms if axis in sizes} | set(mean_axes if is_mean else ())
-    # For a cotangent, sums and copies change places: copies that are typed as varying have terms.
+    # For a cotangent, sums and copies change places: where the value has copies that are typed as
+    # varying, its cotangent has terms.
     summed = set(mark.varying) - block_axes - terms if backward else terms
-    # Without rows of the batch, each microbatch has a term of a cotangent, or of the loss.
+    # If no dim has the rows of the batch, each microbatch has a term of a cotangent or of the loss.
     joined = in_rows is None and (backward or is_mean)
     # The loss is the mean over this number of equal parts of the batch.
     parts = math.prod(sizes[name] for name in mean_axes) * microbatches
@@ -328,8 +334,10 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     copy_axes = [name for name in form.names if name not in form.block_axes | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
     by_microbatch = form.rows is None and not form.joined
-    # By the place of a block, and then by the owner of a copy (its place along `copy_axes`, and its
-    # microbatch): the sum of the terms, and one of the reports.
+    # `blocks` has the copies of each block. Its key is the place of the block: the indices along
+    # `block_axes`, and the microbatch. The key of a copy is its owner: the indices along
+    # `copy_axes`, and the microbatch. -1 stands for all microbatches. A copy is the sum of its
+    # terms, with one of their reports.
     blocks: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
@@ -350,8 +358,8 @@ def _whole(reports: list[Report], form: _Form) -> Value:
         whole[np.ix_(*_places(form, report))] = first * form.scale
         for owner, (value, _) in others:
             off = relative(first, value)
-            # The copies differ along each axis on which the two owners have other places. The last
-            # place of an owner is its microbatch.
+            # The copies differ along each axis on which the two owners have different indices. The
+            # last number of an owner is its microbatch.
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)
@@ -369,8 +377,9 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    With rematerialisation a value is computed and reported again: only its first report counts. The
-    reports of a cotangent are added up: those of ticks without a job are 0, and change nothing.
+    With rematerialisation (`jax.checkpoint`) a value is computed and reported again: only its first
+    report counts. The reports of a cotangent are added up. Some come from ticks of a pipeline
+    without a job; these are 0 and change nothing.
     """
     by_job: dict[Any, Report] = {}
     for report in reports:
@@ -383,13 +392,14 @@ def _once(reports: list[Report]) -> Iterable[Report]:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Returns `x` as float32 or float64: NumPy cannot compute with bfloat16."""
+    """Returns `x` as float32 or float64, since NumPy cannot compute with bfloat16."""
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)
 
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
     """Returns the axes along which the positions that devices report (`Report.places`) differ.
-    Devices whose indices differ only along one axis are compared with the first of them."""
+    For each axis, devices that differ only in their index along it are compared with the first of
+    them."""
     axes: set[str] = set()
     by_device = {report.device: report.places for report in reports}
     for i, name in enumerate(names):
@@ -403,8 +413,9 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 
 
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
-    """Returns the shape of the whole value. A dim has the blocks of all devices that split it. The
-    size of a dim whose positions are reported is 1 more than the largest position.
+    """Returns the shape of the whole value. The size of a dim is the size of a block, times the
+    number of devices that split the dim, and for the batch's rows times the number of microbatches.
+    If devices report their positions in a dim, its size is 1 more than the largest position.
     """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
@@ -419,9 +430,9 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
     """Returns, for each dim, the indices of a report's block in the whole value.
 
-    For the dims `mark.placed` the report has the indices. In other dims they are those of block
-    number `block`, counted over the axes of the dim, the outermost first, and then over
-    microbatches.
+    For the dims `mark.placed` the report itself has the indices. In any other dim, of which a block
+    has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are counted
+    over the axes of the dim, the outermost first, and then over microbatches.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
@@ -437,11 +448,11 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns an array that is on all devices as a `Value`. If copies of a floating-point block
-    differ, `differs` has the largest difference under the name "devices".
+    """Returns a JAX array as a `Value`. Devices may have copies of a floating-point block. If such
+    copies differ, `differs` has the largest difference under the name "devices".
     """
     leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no keys, but their numbers
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers
         leaf = jax.random.key_data(leaf)
     whole = np.asarray(leaf)
     whole = whole if whole.dtype.kind in "iub" else whole.astype(np.float64)
@@ -450,6 +461,6 @@ def _of_array(leaf: Any) -> Value:
     for shard in leaf.addressable_shards:  # `shard.index` is the place of its block in the array
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
-        if block.dtype.kind in "fV":  # floating-point; V: a type that NumPy lacks, as bfloat16
+        if block.dtype.kind in "fV":  # floating-point; V is a type that NumPy lacks, as bfloat16
             off = max(off, relative(_wide(first), _wide(block)))
     return Value(whole, {"devices": off} if off > 0 else {})

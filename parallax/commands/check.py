@@ -36,11 +36,12 @@ def add_checks(commands: Any) -> None:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Returns a table of the plan's predictions beside the values of the compiled step. The step is
-    compiled for virtual CPU devices and not run.
+    """Returns a table, as text, of the plan's predictions beside the values of the compiled step.
+    The training step is compiled for virtual CPU devices and not run. `options` has the model, the
+    batch, the layout and the devices, as the command line gives them.
 
     Raises:
-        ValueError: the layout does not fit.
+        ValueError: the layout does not fit the model, the batch or the devices.
     """
     import jax
     import jax.numpy as jnp
@@ -62,6 +63,8 @@ def compare(options: argparse.Namespace) -> str:
         batch=options.batch,
         key=jax.random.key(0),
     )
+    # The shape of a batch of token windows. Each has one more token than the context, since the
+    # targets are the inputs shifted by one.
     windows = jax.ShapeDtypeStruct(
         (options.batch, chosen.config.context + 1),
         jnp.int32,
@@ -73,11 +76,13 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def first_difference(options: argparse.Namespace) -> str:
-    """Returns a report of the first value in a layout's step that differs from the step on one
-    device, or from a record.
+    """Returns a report, as text, of the first value in the training step of `--layout` that differs
+    from the step on one device; with `--record`, from an earlier run. With `--save` it also writes
+    a record of the run to a file.
 
     Raises:
-        ValueError: the layout does not fit, or the record or its folder does not exist.
+        ValueError: the layout does not fit, there is no record, or the folder of `--save` does not
+            exist.
     """
     import jax
     import jax.numpy as jnp
@@ -102,14 +107,14 @@ def first_difference(options: argparse.Namespace) -> str:
     generator = np.random.default_rng(0)
     shape = (options.batch, chosen.config.context + 1)
     windows = generator.integers(0, chosen.config.vocabulary, shape).astype(np.int32)
-    # Not AdamW: where the true gradient is 0, it would divide the rounding error by its own size,
-    # and the report would show a large difference. The bias of keys has such a gradient: it shifts
-    # all scores of a query alike, which a softmax ignores.
+    # AdamW is not used here: it divides a gradient by its own size. If the true gradient is 0, that
+    # turns a rounding error into a large difference. The bias of the attention's keys has such a
+    # gradient: it shifts all scores of a query alike, and a softmax ignores that.
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
-        """Returns the training step of a layout, and its arguments, as `bisect.record` needs them:
-        the state and the windows.
+        """Returns the training step of a layout and its arguments, the state and the token windows:
+        the pair that `bisect.record` needs.
         """
         train_step = decoder.train_step(
             chosen.family,
@@ -125,8 +130,9 @@ def first_difference(options: argparse.Namespace) -> str:
 
     if reference is None:
         reference = bisect.record(lambda: run(Layout()))
-    # A device's loss is the mean over its own sequences (`rows`) and, with a context axis, over its
-    # own tokens (`means`); the record joins the devices' losses accordingly.
+    # A device's loss is the mean over its own sequences. With a context axis it is also the mean
+    # over its own tokens. `rows` and `means` name these axes, so that the record can join the
+    # losses.
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)

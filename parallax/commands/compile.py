@@ -38,8 +38,8 @@ def add_compile(commands: Any) -> None:
 
 
 def compile_for(options: argparse.Namespace) -> str:
-    """Returns the report of a step that is compiled for `--target`; writes the files of `--trace`,
-    `--picture` and `--text`.
+    """Compiles a training step for the machine `--target`, and returns a report of it as text. Also
+    writes the files of `--trace`, `--picture` and `--text`.
 
     Raises:
         ValueError: the layout does not fit the model or the machine, or the step does not fit the
@@ -57,7 +57,7 @@ def compile_for(options: argparse.Namespace) -> str:
         check_folder(options, name)
     jax.config.update("jax_platforms", "cpu")
     if options.picture:
-        canvas.figure(1, 1)  # if matplotlib is missing, raises now and not after the compilation
+        canvas.figure(1, 1)  # if matplotlib is missing, this raises before the long compilation
     chosen, target = model(options), targets.target(options.target)
     step, arguments = _step(options, chosen, target)
     start = time.process_time()
@@ -70,7 +70,9 @@ def compile_for(options: argparse.Namespace) -> str:
     if options.text:
         Path(options.text).write_text(program.text, encoding="utf-8")
     batch = options.islands * options.batch
-    operations = None  # there is a formula for a GPT-2 only; else the report has no share of peak
+    # The formula for the operations holds for a GPT-2 only. For any other model the report has no
+    # share of the peak rate.
+    operations = None
     if not options.model.startswith("llama"):
         operations = plans.model_flops(chosen.config, batch)
     table = report.table(program, operations=operations, timeline=timeline)
@@ -79,9 +81,10 @@ def compile_for(options: argparse.Namespace) -> str:
 
 
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Returns the training step on the devices of `target`, and the shapes of its arguments, the
-    state and the windows. With several islands, each has the layout and the batch of the options.
-    Raises `ValueError` if the islands or the layout do not fit.
+    """Returns the training step on the devices of `target`, and the shapes of its two arguments,
+    the state and the token windows. Islands are groups of devices that train separately and
+    exchange their weights only once in many steps. With several islands, each has the layout and
+    the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
     """
     import jax
     import jax.numpy as jnp
@@ -95,7 +98,7 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
             f"--islands must divide the {len(target.devices)} devices; got {count}. "
             "Use --islands 1."
         )
-    # `fixed`: an error must not propose another number of devices than the target has.
+    # `fixed` keeps the devices: an error must not propose another number than the target has.
     layout = layout_of(options, chosen.config, len(target.devices) // count, fixed=("devices",))
     key, batch = jax.random.key(0), count * options.batch
     axes = {"island": count, **layout.axes} if count > 1 else layout.axes

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# For each model, its family's module, and the name of its configuration there; "" if `model` makes
-# the configuration. The modules are imported by `model` only, so that `--help` is fast.
+# For each model: the module of its family, and the name of its configuration in that module. "" if
+# the function `model` makes the configuration. Only `model` imports these modules, so that `--help`
+# is fast.
 MODELS = {
     "tiny": ("gpt2", ""),
     "small": ("gpt2", "SMALL"),
@@ -23,7 +24,7 @@ MODELS = {
     "llama-70b": ("llama", "B70"),
 }
 HARDWARE = "v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
-# The flag that sets each size of `Layout.check`.
+# For each size that a layout is checked against, the flag that sets it.
 FLAGS = {"layers": "layers", "tokens": "context", "batch": "batch", "devices": "devices"}
 
 
@@ -43,7 +44,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Keeps the lines of the description, and shows each default that an option has."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Returns an option's help, followed by its default if it has one."""
+        """Returns an option's help, followed by its default if it has one. (argparse alone would
+        write "default: None" for the others.)"""
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -58,8 +60,14 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a command, and the options that all commands share; returns the command's parser.
 
-    `run` is called with the parsed options, and returns the text to print. `words` describe the
-    command in its help; `model` and `batch` are defaults of its options.
+    Args:
+        commands: argparse's object for subcommands.
+        name: the command's name.
+        run: the function that runs the command. It takes the parsed options, and returns the text
+            to print.
+        words: a sentence about the command, for its help.
+        model: the default of `--model`.
+        batch: the default of `--batch`.
     """
     command = commands.add_parser(name, help=words, description=words, formatter_class=Help)
     command.set_defaults(run=run)
@@ -117,23 +125,24 @@ def use_cpus(devices: int) -> None:
 
 
 def check_folder(options: argparse.Namespace, name: str) -> None:
-    """Raises `ValueError` if the option `name` gives a file to write, and its folder does not
-    exist. Called before the work that the file is to keep."""
+    """Raises `ValueError` if the option `name` gives a file to write whose folder does not exist.
+    Commands call it first, so that no long work is lost."""
     file = getattr(options, name)
     if file and not (folder := Path(file).absolute().parent).is_dir():
         raise ValueError(f"--{name} needs an existing folder; {folder} does not exist.")
 
 
 def model(options: argparse.Namespace) -> Model:
-    """Returns the model of `--model`, with the sizes of `--context` and `--layers` if they are
-    given.
+    """Returns the family and the sizes of the model that `--model` names. If `--context` or
+    `--layers` are given, they replace the model's own sizes.
 
     Raises:
         ValueError: a size is below 1.
     """
     from parallax.models import gpt2, llama
 
-    family, constant = MODELS[options.model]  # `constant`: the configuration's name, or ""
+    # `constant` is the name of the configuration in the family's module; "" for the tiny models.
+    family, constant = MODELS[options.model]
     module = {"gpt2": gpt2, "llama": llama}[family]
     without_constant = {
         "tiny": gpt2.Config(layers=4, heads=4, width=128, context=128, vocabulary=1000),
@@ -168,12 +177,17 @@ def chip_of(options: argparse.Namespace) -> Any:
 def layout_of(
     options: argparse.Namespace, config: Any, devices: int | None, fixed: Sequence[str] = ()
 ) -> Any:
-    """Returns the `Layout` of `--layout`, after a check that it fits the model, the batch and
-    `devices`, the number of devices. If `devices` is None, any number fits.
+    """Returns the `Layout` of `--layout`, after a check that it fits the model, the batch and the
+    number of devices.
+
+    Args:
+        options: the parsed options.
+        config: the sizes of the model.
+        devices: the number of devices; None if any number fits.
+        fixed: the sizes that the message of an error must not propose to change.
 
     Raises:
-        ValueError: the layout does not fit. The message proposes flags that fit; they do not change
-            the sizes that are named in `fixed`.
+        ValueError: the layout does not fit. The message proposes flags that fit.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -182,8 +196,8 @@ def layout_of(
     if devices is not None:
         sizes["devices"] = devices
     fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
-    # `Wording` has the functions by which an error writes a size, and a change that it proposes, as
-    # flags of the command.
+    # `Wording` tells an error how to write a size, and a change that it proposes, as flags of the
+    # command.
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
     return Layout.parse(options.layout or "", sizes, wording)
 
@@ -199,16 +213,16 @@ def flag(name: str, value: Any) -> str:
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns, for an error that proposes `change`, a flag for each of its fields. The first
-    argument, the fields that the user has written, is not used.
+    """Returns the flags for a `change` that an error proposes: `--name value` for each of its
+    fields. The first argument has the fields that the user has written. It is not used here.
     """
     return " ".join(flag(name, value) for name, value in change.items())
 
 
 def _flags(written: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns, for an error that proposes `change`, the flags to use: `--layout` with the fields
-    that the user has `written`, updated by those of `change`; and a flag for each size in `change`.
-    An example is "--layout data=2,tensor=4 --batch 64".
+    """Returns the flags for a `change` that an error proposes, such as "--layout data=2,tensor=4
+    --batch 64". `--layout` has the fields that the user has `written`, updated by the fields in
+    `change`. Each size in `change`, such as the batch, has a flag of its own (`FLAGS`).
     """
     from parallax import validate
 

@@ -83,8 +83,9 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Returns the plan of a step in a file if there is a file or `--mesh`, else the plan of
-    `--layout`, else the result of a search for the best layouts.
+    """Returns a plan as text: the predicted memory, traffic and time of a step. If a file or
+    `--mesh` is given, it is the plan of the step in that file. If `--layout` is given, it is the
+    plan of this layout. Otherwise the best layouts are searched.
 
     Raises:
         ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
@@ -106,7 +107,8 @@ def plan(options: argparse.Namespace) -> str:
         return text
     from parallax.plan import island_traffic
 
-    exchanges = island_traffic.told(  # the bytes that islands exchange, as text
+    # `told` returns a text about the bytes that the islands exchange.
+    exchanges = island_traffic.told(
         chosen.config, layout, islands=options.islands, every=options.every
     )
     return f"{text}\n\n{exchanges}"
@@ -131,10 +133,11 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     for name in ("devices", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
-    # `Wording` has the functions by which an error writes a value, and a change that it proposes,
-    # as flags of this command.
+    # `Wording` tells an error how to write a value, and a change that it proposes, as flags of this
+    # command.
     wording = validate.Wording(flag, precision_flag)
-    # This call only refuses an unknown precision, with a message that names the flag.
+    # The result of this call is not used: the call only refuses an unknown precision, with a
+    # message that names the flag.
     Layout.parse(f"precision={options.precision}", wording=wording)
     plans = layouts.search(
         config,
@@ -153,14 +156,15 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
-    """Returns True with `--attention-kernel`, for attention that keeps no scores; None without, for
-    the attention that the recipe uses on the chip.
+    """Returns True with `--attention-kernel`: the attention keeps no scores. Returns None without
+    it: the plan assumes the attention that the training recipe uses on the chip.
     """
     return options.attention_kernel or None
 
 
 def plan_of_a_file(options: argparse.Namespace) -> str:
-    """Returns the plan of a step in a user's file, from its trace.
+    """Returns, as text, the plan of a step that a function in the user's file makes. The step is
+    only traced, and not run.
 
     Raises:
         ValueError: the file or the mesh is missing, or `user_files.read` refuses the file.
@@ -183,7 +187,8 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
 
 
 def checkpoint_interval(options: argparse.Namespace, devices: int) -> str:
-    """Returns a text about the best interval between checkpoints; "" without a rate of failures.
+    """Returns a text about the best interval between checkpoints for `--failures-per-device-year`;
+    "" if this option is not given. `devices` is the number of devices that may fail.
 
     Raises:
         ValueError: the rate is negative.

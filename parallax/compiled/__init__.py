@@ -1,4 +1,4 @@
-"""Reads compiled programs: their messages and their memory. Compiles programs for accelerators that
+"""Reads the messages and the memory of compiled programs. Compiles programs for accelerators that
 this machine does not have, and estimates the time that they take."""
 
 from parallax.compiled import (

@@ -54,8 +54,8 @@ class Entry(NamedTuple):
 
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
-    """Returns the collectives of a compiled program or of its text: an entry for each kind and set
-    of axes.
+    """Returns the collectives of a compiled program or of its text, added up in entries: one entry
+    for each kind, set of axes, and value of `conditional` and `unbounded`.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -66,9 +66,9 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
         """Returns the kind of a collective, and the axes of the mesh along which it works."""
         return instruction.collective, along(instruction.groups, dict(mesh.shape))
 
-    # By kind and axes, the length of the longest chain.
+    # `chains` has the length of the longest chain for each kind and axes.
     chains = _chain(program, program.entry, kind_and_axes, {})
-    # The number of runs and the bytes, by kind, axes, `conditional` and `unbounded`.
+    # The number of runs and the bytes for each kind, axes, `conditional` and `unbounded`.
     counts, sizes = Counter(), Counter()
     for run in hlo.runs(program):
         key = (*kind_and_axes(run.instruction), run.conditional, run.unbounded)
@@ -92,7 +92,7 @@ def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """Returns the entries as text: a line for each, in columns."""
+    """Returns the entries as a text in columns: a line of headings, and a line for each entry."""
     rows = [["axes", "kind", "count", "bytes", "hops", ""]]
     for entry in entries:
         numbers = [f"{number:,}" for number in (entry.count, entry.bytes, entry.hops)]
@@ -113,16 +113,17 @@ def differences(
     entries: Sequence[Entry],
     predicted: Mapping[str, int | Cost] | Mapping[AxisName, int | Cost] | Sequence[Entry],
 ) -> list[str]:
-    """Returns the differences between the program and the prediction, a sentence each.
+    """Returns a sentence for each difference between the program and the prediction.
 
-    Entries in a conditional or in a loop of unknown length always give a sentence.
+    Each entry in a conditional or in a loop of unknown length also gives a sentence, since its
+    number of runs is uncertain.
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries, or a mapping from an axis (a name, or a tuple of names). The
-            mapping gives the bytes of all results along the axis, or a `Cost`, whose `sent`,
-            `messages` and `chain` are compared. A chain that is shorter than predicted is no
-            difference, since several arrays may travel side by side.
+        predicted: a list of entries; or a mapping from an axis (a name, or a tuple of names) to
+            the bytes of all results along this axis, or to a `Cost`. The `sent`, `messages` and
+            `chain` of a `Cost` are compared with the bytes, the count and the hops. Fewer hops than
+            predicted are no difference, since several arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -131,9 +132,10 @@ def differences(
 
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
-    """Returns the differences between the program's entries and the predicted entries, a sentence
-    each. An entry that is in only one of the two lists is a difference; fewer hops than predicted
-    are none. Entries are matched by kind, axes, and whether they are conditional or unbounded."""
+    """Returns a sentence for each difference between the program's entries and the predicted
+    entries. An entry that is in only one of the two lists is a difference; fewer hops than
+    predicted are no difference. Two entries are compared if their kind and axes are equal, and if
+    they agree on whether they are conditional and unbounded."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []
@@ -153,16 +155,18 @@ def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
 
 
 def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost]) -> list[str]:
-    """Returns the differences between the program's entries and the bytes, or `Cost`, that were
-    predicted for each axis. Entries along axes without a prediction are differences.
+    """Returns a sentence for each difference between the program's entries and the prediction, a
+    mapping from an axis to its bytes or to its `Cost`. An axis with entries and without a
+    prediction gives a sentence too.
     """
+    # The names of axes are sorted, since the caller may name the axes in another order.
     entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
         entries_along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
     sentences = []
     for axis, value in predicted.items():
         names = axes(axis)
-        numbers = (value, None, None)  # bytes, and neither a count nor hops
+        numbers = (value, None, None)  # the bytes; a count and hops are not predicted
         if isinstance(value, Cost):
             numbers = (value.sent, value.messages, value.chain)
         counted = entries_along.pop(tuple(sorted(names)), [])
@@ -173,9 +177,15 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each number (bytes, count, hops) whose sum over `entries` differs from
-    its prediction. Fewer hops than predicted are no difference. A predicted number that is None is
-    not compared; `predicted` is None if there is no prediction at all."""
+    """Returns a sentence for each of the bytes, the count and the hops whose sum over `entries`
+    differs from its prediction. Fewer hops than predicted are no difference.
+
+    Args:
+        what: the words with which each sentence begins, such as "all-reduce along data".
+        predicted: the predicted bytes, count and hops; a number that is None is not compared. None
+            stands for no prediction at all.
+        entries: the program's entries; an empty list if the program has none.
+    """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
     if predicted is None:
@@ -188,7 +198,7 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        # The predicted hops are those of arrays that go one after another, an upper bound.
+        # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
         # A whole multiple of the prediction is often a loop, or an operation that ran twice.
@@ -237,7 +247,7 @@ def _chain(
     if name in known:
         return known[name]
     longest: Counter = Counter()
-    ends: dict[str, Counter] = {}  # the longest chains that end with each instruction
+    ends: dict[str, Counter] = {}  # for each instruction, the longest chains that end with it
     # The chains of each element of a tuple: a reader of one element does not wait for the others.
     elements: dict[str, list[Counter]] = {}
     for instruction in program[name]:
@@ -248,7 +258,7 @@ def _chain(
             index = re.search(r"\bindex=(\d+)", instruction.attributes)
             before = [elements[instruction.operands[0]][int(index[1])]] if index else before
         ends[instruction.name] = _longest(before) + _inside(program, instruction, key, known)
-        longest |= ends[instruction.name]  # the larger count of each key
+        longest |= ends[instruction.name]  # keeps the larger length of each key
     known[name] = longest
     return longest
 
@@ -262,14 +272,16 @@ def _inside(
     """Returns, for each key, the length of the longest chain of collectives with that key in one
     instruction.
 
-    A collective is a chain of one. Another instruction has the chains of the computations that it
-    runs, once for each trip of a loop. `known` is as in `_chain`.
+    A collective is a chain of length one. Any other instruction has the chains of the computations
+    that it runs. A loop repeats the chain of its body in each trip. `known` has the results for
+    computations that were counted before.
     """
     if instruction.collective:
         return Counter([key(instruction)])
     chains = []
-    # `called` has the computations and their runs, 0 for a loop whose text does not state its
-    # trips. The loop's name may give the mean (`counted`); else one trip counts.
+    # `called` has the computations and their numbers of runs: 0 for a loop whose text does not
+    # state its trips. The loop's name may give the mean number of trips (`counted`); without it,
+    # the loop counts as one trip.
     for called, stated in instruction.called:
         trips = stated or instruction.counted or 1
         chain = _chain(program, called, key, known)
@@ -279,15 +291,19 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns the largest count of each key. The union (`|`) of two counters takes the larger
-    count."""
+    """Returns the largest length of each key in any of the counters: the union (`|`) of two
+    counters takes the larger number."""
     return functools.reduce(operator.or_, chains, Counter())
 
 
 def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of a mesh of `shape` along which the devices of some group differ. `groups`
-    has an array of device numbers for each group; None stands for one group of all devices.
-    Raises `ValueError` for a number that the mesh lacks."""
+    """Returns the axes along which the devices of at least one group differ in their place on the
+    mesh.
+
+    `groups` has an array of device numbers for each group; None stands for one group of all
+    devices. `shape` has the sizes of the mesh's axes. Raises `ValueError` for a device number that
+    the mesh lacks.
+    """
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
     largest = max(int(group.max()) for group in groups)

@@ -43,8 +43,7 @@ def instructions(
 ) -> list[Costly]:
     """Returns all instructions that take time, without collectives, the most expensive first.
 
-    A loop of unknown length counts as one trip. Of a conditional, only the branch that takes
-    longest counts.
+    A loop of unknown length counts as one trip. For a conditional, only the slowest branch counts.
 
     Args:
         compiled: the program, or its text.
@@ -62,18 +61,20 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the instructions of a computation that runs `times` times in a step.
 
-        A mean number of trips may make `times` a fraction, which is rounded down in the end.
+        `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
+        instruction is rounded down.
         """
         expensive = []
         for line in program[name]:
-            # Of these three, the instructions in their computations count. The time of a fusion
-            # (`costs.of`) includes that of the instructions in it.
+            # These three take no time of their own: the instructions that they run are listed. A
+            # fusion is listed as one instruction: its time (`costs.of`) includes the instructions
+            # in it.
             if line.opcode in ("while", "conditional", "call"):
                 inner = [
                     of_computation(called, times * (trips or line.counted or 1))
                     for called, trips in line.called
                 ]
-                if line.opcode == "conditional":  # one branch runs
+                if line.opcode == "conditional":  # only one branch runs: the slowest counts
                     inner = [max(inner, key=_total)]
                 expensive += itertools.chain(*inner)
             elif (taken := int(times) * costs.of(line)) and not line.collective:
@@ -93,7 +94,8 @@ def _total(expensive: Iterable[Costly]) -> float:
 
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
-    """Returns the first `rows` instructions as text, each with its share of the seconds of all."""
+    """Returns a text with a line for each of the first `rows` instructions: its time, its share of
+    the time of all instructions in `expensive`, its runs, and its source line."""
     total = _total(expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:

@@ -93,8 +93,8 @@ class Instruction(NamedTuple):
     def ops(self) -> list[Op]:
         """The arrays that a collective returns."""
         result = self.result
-        # A start returns the tuple (operands, results, context words), but an all-reduce's start
-        # only its results.
+        # A start (`-start`) returns the tuple (operands, results, context words). `parts` splits
+        # it, and part 1 has the results. Only the start of an all-reduce returns just its results.
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
             result = parts(result)[1]
         kind = self.collective or ""
@@ -106,15 +106,16 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, int]]:
-        """The computations that the instruction runs, each with its number of runs; 0 if that is
-        not known."""
-        # An asynchronous instruction runs them at its start; its end would count them again.
+        """The names of the computations that the instruction runs, each with its number of runs; 0
+        if the number is unknown."""
+        # The start and the end of an asynchronous instruction both name its computations. They
+        # count at the start only.
         if self.opcode.endswith(("-done", "-update")):
             return []
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
-        # A loop's condition is also evaluated once after the last trip; 0, unknown, stays 0. Other
-        # computations (`CALLED` gives each one's key, such as "calls") run once.
+        # A loop's condition is also evaluated once after the last trip. An unknown number stays 0.
+        # All other computations run once; their key in the text is a word such as "calls".
         times = {"body": trips, "condition": trips and trips + 1}
         return [
             (name, times.get(key, 1))
@@ -124,9 +125,10 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The mean number of trips that a loop has in one trip of the loop around it, if
-        `jaxprs.counted_scope` wrote it into the loop's name; else 0. It is a fraction if some trips
-        of the outer loop do not run the loop."""
+        """The mean number of trips that a loop has in one trip of the loop around it. It is a
+        fraction if some trips of the outer loop do not run this loop. It is 0 unless
+        `jaxprs.counted_scope` wrote the number into the loop's name when the program was traced.
+        """
         scope = COUNTED.search(self.attributes)
         return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
@@ -134,7 +136,8 @@ class Instruction(NamedTuple):
     def groups(self) -> list[np.ndarray] | None:
         """The groups of devices that exchange data, each an array `[devices]` of device numbers.
 
-        A permute has (sender, receiver) pairs. None stands for one group of all devices.
+        Each group of a permute is a pair (sender, receiver). None stands for one group of all
+        devices.
         """
         match = GROUPS.search(self.attributes)
         text = match[1] if match else ""
@@ -205,12 +208,16 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
 
 
 def module(compiled: jax.stages.Compiled | str) -> Module:
-    """Returns the instructions of a compiled program or of its text, by computation."""
+    """Returns the instructions of a compiled program or of its text, by computation.
+
+    In the text a computation is a line that ends in `{`, and indented lines `name = definition`,
+    one for each instruction.
+    """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     computations: dict[str, list[Instruction]] = {}
     entry, lines, computation = "", [], ""
-    roots: dict[str, str] = {}  # the instruction that gives each computation's result
+    roots: dict[str, str] = {}  # by computation, the instruction that gives its result
     for line in text.splitlines():
         if header := COMPUTATION.match(line):  # "ENTRY" or nothing, and the name
             computation = header[2]
@@ -221,14 +228,15 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
-    # `counted` reads the trips of loops from their conditions. `joined` turns messages between TPU
-    # slices into collectives; it finds the number of devices of a slice in `text`.
+    # `counted` reads the trips of loops from their conditions. `joined` replaces sends and receives
+    # between TPU slices by collectives; it reads the number of devices of a slice from `text`.
     return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
 
 
 def _instruction(name: str, definition: str) -> Instruction:
-    """Returns the instruction of a line `name = definition`, where the definition is `type
-    opcode(operands), attributes`, and the type may be a tuple in brackets."""
+    """Returns the instruction of a line `name = definition`. The definition is the text `type
+    opcode(operands), attributes`; the type of a tuple is in brackets."""
+    # `_closed` returns the text inside the first bracket, and the text after it.
     if definition.startswith("("):
         result, call = _closed(definition)
     else:
@@ -239,21 +247,21 @@ def _instruction(name: str, definition: str) -> Instruction:
     # `loop_counts` reads them from the attributes.
     if opcode in ("constant", "parameter"):
         attributes = operands + attributes
-    # Instructions that it waits for without reading their results.
+    # An instruction may wait for others without reading their results. They count as operands too.
     waits_for = re.findall(r"control-predecessors=(\{[^}]*\})", attributes)
     return Instruction(name, result, opcode, _names(operands + "".join(waits_for)), attributes)
 
 
 def runs(program: Module) -> Iterator[Run]:
-    """Yields the collectives of a program, in the order of its text, from all branches of
-    conditionals."""
+    """Yields a `Run` for each collective in the text of a program, in the order of the text. The
+    branches of a conditional all count, since the text does not tell which branch runs."""
 
     def inside(
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
-        """Yields the collectives of the computation `name`, which runs `times` times. It may run
-        less often if it is `conditional`, and more often if a loop around it is of unknown length
-        (`unbounded`).
+        """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
+        says that it stands in a branch and may run less often; `unbounded` says that it stands in
+        a loop of unknown length and may run more often.
         """
         for instruction in program[name]:
             if instruction.collective:
@@ -261,7 +269,8 @@ def runs(program: Module) -> Iterator[Run]:
                 yield Run(instruction, int(times), conditional, unbounded)
                 continue
             branch = conditional or instruction.opcode == "conditional"
-            # The runs that the text states, or the mean that the loop's name gives, or else one.
+            # The text states the number of runs (`stated`), or the loop's name gives a mean
+            # (`counted`); if both are 0, the number is unknown and counts as one.
             for called, stated in instruction.called:
                 runs_of_it = stated or instruction.counted
                 yield from inside(
@@ -272,8 +281,9 @@ def runs(program: Module) -> Iterator[Run]:
 
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
-    """Returns pairs of instructions: a loop that contains collectives, and a later collective, or
-    another such loop, that may run before the first loop has ended.
+    """Returns pairs of instructions whose collectives may run at the same time. The first of a pair
+    is a loop that contains collectives. The second is a later collective, or another such loop,
+    that does not wait for the end of the first.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
     still run the loop. Collectives of the two can then meet in one rendezvous, and the process
@@ -290,7 +300,8 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 
     pairs = []
     for lines in program.computations.values():
-        before: dict[str, frozenset[str]] = {}  # all that each one waits for, also through others
+        # For each instruction, all instructions that it waits for, directly or through others.
+        before: dict[str, frozenset[str]] = {}
         loops: list[Instruction] = []
         for line in lines:
             operands = [name for name in line.operands if name in before]
@@ -305,8 +316,9 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
 def _iota(text: str) -> np.ndarray:
     """Returns the device numbers `[groups, devices]` of a text such as `[4,2]<=[2,2,2]T(0,2,1)`.
 
-    The numbers 0, 1, ... fill the shape on the right, are transposed by T, and take the shape on
-    the left. Without `<=` they fill the only shape, are transposed, and keep the transposed shape.
+    The numbers 0, 1, ... fill an array of the shape on the right, [2,2,2]. The array is transposed
+    by T, and then reshaped to the shape on the left, [4,2]. Without `<=` there is only one shape:
+    the numbers fill it, and the array is transposed and not reshaped.
     """
     shape, source, order = IOTA.match(text).groups()  # type: ignore[union-attr]
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(source or shape))
@@ -322,8 +334,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _named(text: str) -> np.ndarray:
     """Returns the device numbers `[groups, devices]` of a text such as
-    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The groups lie along axes, or along
-    parts of axes, of a mesh that the text itself defines.
+    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
+    axes, or the parts of axes, along which the devices of a group differ.
 
     `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2; `'a'`
     alone is the whole axis. Each axis is split into three dims: before, in and after that part. The
@@ -354,7 +366,8 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Returns the text inside the bracket that opens `text`, and the text after it."""
+    """Returns the text inside the first bracket, and the text after it. `text` begins with that
+    bracket."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -364,7 +377,7 @@ def _closed(text: str) -> tuple[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """Returns `text` split at the commas outside of all brackets."""
+    """Returns `text` split at the commas that are not inside brackets."""
     pieces, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")

@@ -53,21 +53,21 @@ class Machine(NamedTuple):
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """Returns the links that a message takes from one device to another, in order. On a torus
-        it goes along one dim after another, the shorter way round if the dim is closed in a
-        ring."""
+        """Returns the links that a message takes from one device to another, in order. A link is a
+        tuple that names it. On a torus the message goes along one dim after another; if a dim is
+        closed in a ring, it takes the shorter way round. A device needs no link to itself."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
             return [("network out", source), ("network in", target)]
         if not self.sizes:
             return [("out", source), ("in", target)]
-        # A link is named by its slice, the coordinates of the chip that it leaves, and its
-        # direction: a dim and a sign.
+        # On a torus the name of a link has its slice, the coordinates of the chip that it leaves,
+        # and its direction: a dim and a sign.
         links, here, group = [], list(self.places[source]), self.groups[source]
         for dim, size in enumerate(self.sizes):
             ahead = self.places[target][dim] - here[dim]
-            if self.closed[dim] and abs(ahead) * 2 > size:  # the other way is shorter
+            if self.closed[dim] and abs(ahead) * 2 > size:  # the way round the ring is shorter
                 ahead -= size if ahead > 0 else -size
             sign = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):
@@ -76,8 +76,9 @@ class Machine(NamedTuple):
         return links
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
-        """Returns the seconds for which each link is busy with these bytes, and the latency of the
-        longest path."""
+        """Returns the seconds for which each link is busy, and the longest latency of a message in
+        seconds. `flows` has the bytes to send, by (sender, receiver). Messages that share a link
+        add up on it."""
         busy: dict[Link, float] = {}
         latency = 0.0
         for (source, target), size in flows.items():
@@ -88,7 +89,7 @@ class Machine(NamedTuple):
             seconds_per_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
             for link in path:
                 busy[link] = busy.get(link, 0.0) + size * seconds_per_byte
-            # The alpha of a network or a switch is the latency of both of its ports together.
+            # A network's or a switch's alpha is the latency of both ports together: one hop.
             hops = 1 if far or not self.sizes else len(path)
             latency = max(latency, hops * hop.alpha if path else 0.0)
         return busy, latency
@@ -105,16 +106,18 @@ def torus(
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
-    # Each chip has one place in its slice. `FLAT` names the chips whose torus has two dims.
+    # The devices at one place of one slice are the cores of a chip.
     cores = max(Counter(zip(groups, places, strict=True)).values())
+    # `FLAT` has the chips whose torus has two dims. `closed_dims` returns for each dim whether its
+    # ends are linked.
     return Machine(
         hardware, places, groups, sizes, cores, closed_dims(hardware.name in FLAT, sizes)
     )
 
 
 def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
-    """Returns the machine of GPUs, `in_machine` behind each switch. Each device has one port to its
-    switch and one to the network."""
+    """Returns the links of GPUs. Each switch joins `in_machine` GPUs, and a network joins the
+    switches' machines. Each device has one port to its switch and one to the network."""
     return Machine(
         hardware,
         tuple((k,) for k in range(devices)),  # places
@@ -128,7 +131,8 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
     The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
     """
-    # The numbers of the devices in an array of the mesh's shape; `np.roll` gives each one's next.
+    # The numbers of the devices are in an array of the mesh's shape. `np.roll` shifts it along a
+    # dim, so that each device is paired with the next one on the ring.
     numbers, links_per_hop = np.arange(len(machine.places)).reshape(tuple(axes.values())), {}
     for dim, (name, size) in enumerate(axes.items()):
         if size > 1:
@@ -139,13 +143,14 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """Returns the bytes that a collective sends from device to device, and the number of its rounds
-    of messages, one after another.
+    """Returns the bytes that a collective sends, by (sender, receiver), and its number of rounds:
+    the messages of a round go at once, and the rounds follow each other.
 
     The text of a program has the pairs of a permute. It does not say how XLA's runtime sends the
-    other collectives. This function assumes rings in both directions for gathers, scatters and
-    sums, a message to each device for an all-to-all, and messages from the first device of a group
-    for a broadcast.
+    other collectives. This function assumes rings in both directions for an all-gather, a
+    reduce-scatter and an all-reduce. It assumes a message to each device for an all-to-all, and
+    messages from the first device of each group for a broadcast. `devices` is the number of devices
+    of the program, which are one group if the text names no groups.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups
@@ -162,9 +167,9 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
         if "all-to-all" in str(kind):
             sent |= {(a, b): total / n for a in members for b in members if a != b}
             continue
-        # The bytes that a device sends of each block. `total` has the bytes of the results: the
-        # whole array of an all-gather or all-reduce, and one block of a reduce-scatter. An
-        # all-reduce sends each block twice.
+        # The bytes that a device sends of each block; it sends n - 1 blocks. `total` has the bytes
+        # of the results: the whole array of an all-gather or all-reduce, and one block of a
+        # reduce-scatter. An all-reduce sends each block twice.
         part = {"all-gather": total / n, "reduce-scatter": total, "all-reduce": 2 * total / n}[
             str(kind)
         ]
@@ -172,15 +177,15 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
             if a != b:
                 for pair in ((a, b), (b, a)):  # half of the bytes in each direction
                     sent[pair] = sent.get(pair, 0.0) + part * (n - 1) / 2
-    # An all-to-all sends all its messages at once. A ring has n - 1 rounds, an all-reduce two
-    # rings.
+    # An all-to-all sends all its messages at once. A ring has n - 1 rounds. An all-reduce is two
+    # rings, one after the other.
     rounds = 1 if "all-to-all" in str(kind) else (n - 1) * (2 if kind == "all-reduce" else 1)
     return sent, rounds
 
 
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
-    """Returns the bytes that all devices together send in a program, by the connection of sender
-    and receiver: "link" in a slice or machine, "network" between them."""
+    """Returns the bytes that all devices together send in a program, by kind of connection: "link"
+    inside a slice or machine, "network" between slices or machines."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     bytes_by_kind: Counter[str] = Counter()
@@ -188,8 +193,9 @@ def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, 
         sent, _ = flows(run.instruction, len(machine.places))
         for (source, target), size in sent.items():
             kind = machine.kind(source, target)
-            # The text of a program for several slices, which has the word `_xla_megascale`, has the
-            # messages inside one slice only, and all messages between slices.
+            # The word `_xla_megascale` marks a program for several slices. Its text has the
+            # messages inside one slice only, so these count once for each slice. It has all
+            # messages between slices.
             copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
             bytes_by_kind[kind] += round(copies * run.times * size)
     return dict(bytes_by_kind)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 # Operations whose result is the number of their operand.
 PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "broadcast"}
 STATED = "known_trip_count"  # the attribute of a loop whose text states its trips
-MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}  # of -left and -right
+# left < right is the same as -left > -right, and so on.
+MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
 class Number(NamedTuple):
@@ -66,8 +67,8 @@ class Computations(NamedTuple):
         """Returns the value of the instruction `name` of the computation `where`: a `Number`, a
         `Compared`, the `State`, or None for any other value.
 
-        `arguments` are the values of the computation's parameters, in a fusion or a call. Without
-        them the computation is the condition or the body of a loop, whose parameter is the state.
+        `arguments` are the values of the parameters of a computation that a fusion or a call runs.
+        None stands for the condition or the body of a loop, whose only parameter is the state.
         """
         line = self.lines[where].get(name)
         if line is None:
@@ -111,8 +112,10 @@ class Computations(NamedTuple):
         return self.value(where, tuple_line.operands[int(index[1])], arguments)
 
     def trips(self, where: str, loop: Any) -> int:
-        """Returns the trips of `loop`, an instruction of the computation `where`; 0 if the text
-        does not tell.
+        """Returns the number of trips of `loop`, an instruction of the computation `where`. Returns
+        0 if the text does not tell.
+
+        The condition compares two sides. Each is a constant, or grows by a constant in each trip.
         """
         names = dict(re.findall(r"\b(condition|body)=%([\w.-]+)", loop.attributes))
         if len(names) < 2 or not loop.operands:
@@ -124,7 +127,7 @@ class Computations(NamedTuple):
         right = self._start_and_step(where, loop, names["body"], test.right)
         if left is None or right is None:
             return 0
-        # The start and the step of the left side minus the right side.
+        # `_turns` takes the start and the step of the difference, the left side minus the right.
         return _turns(test.direction, left[0] - right[0], left[1] - right[1])
 
     def _start_and_step(
@@ -159,15 +162,16 @@ class Computations(NamedTuple):
 
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Returns the computations. Each loop whose text does not state its trips gets those that its
-    condition tells, or 0 if it does not tell. `roots` has the name of the instruction that gives
-    each computation's result."""
+    """Returns the computations, with `trips` set in each loop whose text does not state its number
+    of trips. The number is read from the loop's condition, and is 0 if the condition does not tell
+    it. `roots` has the name of the instruction that gives each computation's result."""
     program = Computations(
         {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
     )
 
     def with_trips(where: str, line: Any) -> Any:
-        """Returns an instruction, with its trips if it is a loop that does not state them."""
+        """Returns an instruction of the computation `where`; if it is a loop whose text does not
+        state its trips, with `trips` set."""
         if line.opcode != "while" or STATED in line.attributes:
             return line
         return line._replace(trips=program.trips(where, line))
@@ -202,10 +206,11 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end. The loop goes on as long as
-    `first + t * step`, the left side minus the right side in trip t = 0, 1, ..., is below 0 ("LT"),
-    at most 0 ("LE"), and so on. 0 trips are no case of their own: XLA removes a loop that is known
-    to have none.
+    """Returns the number of trips of a loop; 0 if it would not end.
+
+    In trip t = 0, 1, ... the left side minus the right side is `first + t * step`. The loop goes on
+    as long as this number is below 0 ("LT"), at most 0 ("LE"), and so on. A loop without any trip
+    also gives 0, but a program has none: XLA removes a loop that is known to have no trip.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):

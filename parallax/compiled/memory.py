@@ -11,13 +11,13 @@ def of(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Returns the bytes on a device: "arguments", "results" that are not written over a donated
     argument, "temporaries", and their sum, "peak".
 
-    On a TPU the bytes of the "program" itself are added, since it is in the device's memory.
+    On a TPU the sum also has the bytes of the "program" itself, which is in the device's memory.
     """
     analysis = compiled.memory_analysis()
     assert analysis is not None, "This backend gives no memory analysis."
     sizes = {
         "arguments": analysis.argument_size_in_bytes,
-        # XLA calls results that are written over donated arguments aliases.
+        # XLA writes some results over donated arguments, and calls these results aliases.
         "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         "temporaries": analysis.temp_size_in_bytes,
     }

@@ -7,20 +7,21 @@ from parallax.compiled import certificate, links
 from parallax.compiled.targets import Program
 from parallax.compiled.timeline import Timeline
 
-LINES = 5  # the most source lines that the table lists
+LINES = 5  # the table lists at most so many source lines
 
 
 def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
-    """Returns the program as text: its devices, memory and collectives, the links of a hop on a
-    torus, the bytes over a network if there are any, and the estimate of its time.
+    """Returns a report of the program as text: its devices, memory and collectives, the mean number
+    of links in a hop on a torus, the bytes over a network if there are any, and the estimate of its
+    time.
 
     Args:
         program: the result of `targets.compile`.
-        operations: the floating-point operations of a whole step on all devices, for the share of
-            the peak rate.
-        timeline: `program.timeline()`, if it was computed before.
+        operations: the floating-point operations of a whole step on all devices. If they are given,
+            the report has the share of the chips' peak rate that the program reaches.
+        timeline: the result of `program.timeline()`, if the caller has it; else it is computed.
     """
     timeline = program.timeline() if timeline is None else timeline
     target = program.target
@@ -32,14 +33,14 @@ def table(
         certificate.table(program.certificate()),
     ]
     machine = target.machine(program.mesh)
-    if machine.sizes:  # a torus; GPUs are linked by switches
+    if machine.sizes:  # a torus; `sizes` is empty for GPUs, which are linked by switches
         hops = links.of_a_hop(machine, dict(program.mesh.shape))
         counts = ", ".join(f"{name} {count:.3g}" for name, count in hops.items())
         parts += [f"links a hop: {counts}"] if hops else []
     over_network = program.by_link().get("network")
     if over_network:
         parts.append(f"over the network: {over_network / 1e6:,.1f} MB of all devices")
-    # The seconds of the step at the chips' full rate, which the devices (cores) of a chip share.
+    # The seconds of the step at the chips' full rate. The devices (cores) of a chip share its rate.
     seconds_at_peak = None
     if operations is not None:
         seconds_at_peak = operations / (target.hardware.rate / target.cores * program.mesh.size)
@@ -62,17 +63,19 @@ def held(memory: Mapping[str, int], limit: float) -> str:
 
 
 def estimate(timeline: Timeline, peak: float | None = None) -> str:
-    """Returns the estimate of a replay as text: its seconds, and the seconds that messages add
-    (*exposed*), also at other speeds of the links. Then come the exposed seconds by axes, and the
-    source lines with the longest waits.
+    """Returns the estimate of a program's time as text. The first line has the seconds, and the
+    seconds that messages add (*exposed*); the next lines have both for other speeds of the links.
+    Then come the exposed seconds along each mesh axis, and the source lines with the longest waits
+    for messages.
 
     Args:
-        timeline: the replay.
-        peak: the seconds of the step at the chips' full rate; None leaves out the share of peak.
+        timeline: the estimated times, as `timeline.of` returns them.
+        peak: the seconds that the step would take at the chips' full rate. None leaves out the
+            share of peak.
     """
 
     def share(seconds: float) -> str:
-        """Returns seconds as a share of the time of the replay."""
+        """Returns seconds as a share of the program's estimated time."""
         return f"{seconds / timeline.seconds if timeline.seconds else 0.0:.1%}"
 
     first = (

@@ -5,7 +5,7 @@ bytes. Every other instruction, and every instruction on a GPU, takes the time o
 of its bytes at the chip's rates, whichever is longer. The bytes are those that the
 instruction reads and writes. If it slices an array, or updates one in place, only the bytes of the
 slice or of the update count. `hardware.rate` is a chip's operations per second, `efficiency` the
-share of them that products reach, and `bandwidth` the bytes per second of its memory.
+share of this rate that matrix products reach, and `bandwidth` the bytes per second of its memory.
 `hardware.clock` is the cycles per second of a TPU, and 0 for other chips. `hardware.reached` has
 the shares of the memory's rate and of the links' rate that programs reach. A `line` is an
 instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}", and
@@ -39,7 +39,8 @@ class Costs:
     def __init__(self, program: hlo.Module, hardware: Hardware, cores: int):
         """Takes the program, the chip, and the number of devices that share a chip (`cores`)."""
         self.program, self.hardware, self.cores = program, hardware, cores
-        # The instructions by name, and the seconds of those that were asked for, by name.
+        # `lines` has the instructions by name. `known` has, by name, the seconds of those that `of`
+        # was called for.
         self.lines = {line.name: line for lines in program.computations.values() for line in lines}
         self.known: dict[str, float] = {}
 
@@ -69,16 +70,18 @@ class Costs:
         if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
             return 0.0
         if self.hardware.clock:
-            # A TPU's compiler estimates no cycles for copies, which read and write their result,
-            # and for instructions on a few numbers, which take no time here.
+            # A TPU's compiler estimates no cycles for copies, and none for instructions on a few
+            # numbers. A copy reads and writes as many bytes as its result has. The other
+            # instructions take no time here.
             copies = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds of these operations or of these bytes, whichever take longer. Devices
-        that share a chip share its rates."""
-        # A TPU's kernel counts at the full rate, as the cycles of its compiler do.
+        """Returns the seconds of so many operations or of so many bytes, whichever take longer.
+        The devices (`cores`) of a chip share its rates, so the time is longer by their number."""
+        # Only a TPU's chip has a clock. Its kernels count at the full rate, as do the cycles that
+        # its compiler estimates.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
@@ -91,8 +94,9 @@ class Costs:
         return self._product(line) + float(sum(map(self.operations, inner)))
 
     def _product(self, line: hlo.Instruction) -> float:
-        """Returns the operations of a matrix product: two for each term of each sum; 0 for another
-        instruction. A GPU's product may be a call of a library (`custom-call`)."""
+        """Returns the operations of a matrix product: a multiplication and an addition for each
+        term of each sum. Returns 0 for any other instruction. On a GPU a product may be a call of a
+        library (`custom-call`)."""
         contracted = CONTRACTED.search(line.attributes)
         left = self.lines.get(line.operands[0]) if line.operands else None
         is_product = line.opcode == "dot" or (line.opcode == "custom-call" and contracted)
@@ -107,7 +111,8 @@ class Costs:
 
     def traffic(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only a part of the array, hence 2 times the bytes of the part."""
+        reads and writes only as many bytes as the part has, hence 2 times these bytes.
+        """
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
         if line.opcode == "dynamic-update-slice":
@@ -125,9 +130,10 @@ class Costs:
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction writes: its result, or only the update if a fusion
-        updates an array in place."""
-        # A start's result is a tuple (operands, results, ...).
+        """Returns the bytes that an instruction writes: its result. If a fusion updates an array in
+        place, only the update counts."""
+        # The result of a start (`-start`) is a tuple (operands, results, ...); part 1 has the
+        # results.
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
         for inner in self._fused(line):
@@ -137,8 +143,9 @@ class Costs:
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
-        """Returns the bytes that a fusion reads of one parameter. If all users of the parameter
-        are slices, only these are read. If all only update it in place, nothing is read."""
+        """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
+        instructions in the fusion. If all users of the parameter are slices, only the slices are
+        read. If all users update it in place, nothing of it is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))
@@ -158,7 +165,8 @@ def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
 
 
 def nbytes(result: str) -> int:
-    """Returns the bytes of a type in a program's text; of a tuple, the sum over its arrays."""
+    """Returns the bytes of an array of the type `result`, a text such as "f32[8,16]{1,0}"; for the
+    type of a tuple, the sum over its arrays."""
     bits = ((hlo.bits(dtype), dims) for dtype, dims in hlo.ARRAY.findall(result))
     return sum(size * math.prod(int(k) for k in dims.split(",") if k) // 8 for size, dims in bits)
 

@@ -1,11 +1,11 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
 The text of a program for several slices is the program of one slice. A collective between slices is
-a pair of `send` and `recv` of one *rendezvous*, with the devices at both ends. Slices are counted
-from one: `100003->200003` goes from device 3 of the first slice to device 3 of the second. This
-module replaces each pair by the collective that it stands for, over the devices of all slices, so
-that other modules need not know about slices. A `line` is an instruction. `partitions` is the
-number of devices of a slice.
+a pair of `send` and `recv` of one *rendezvous*. The text names the devices at both ends, with
+slices counted from one: `100003->200003` goes from device 3 of the first slice to device 3 of the
+second. This module replaces each pair by the collective that it stands for, over the devices of all
+slices, so that other modules need not know about slices. A `line` is an instruction. `partitions`
+is the number of devices of a slice.
 """
 
 import re
@@ -55,9 +55,9 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
 
 
 def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
-    """Returns the start of a collective in place of its `recv`, and its end in place of its
-    `recv-done`. Returns any other line unchanged. `starts` has the starts by the name of the
-    `recv`."""
+    """Returns the line that replaces an instruction: for a `recv`, the start of the collective; for
+    a `recv-done`, the end of the collective; for any other instruction, the same line. `starts` has
+    the starts by the name of their `recv`."""
     if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
         start = starts[line.operands[0]]
         return line._replace(opcode=start.opcode.replace("-start", "-done"))
@@ -65,9 +65,21 @@ def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
 
 
 def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int) -> Any:
-    """Returns the start of a collective of this `kind`, made from its `recv` (`line`). The start
-    also waits for the `send` of the same rendezvous. `sends` has the names of sends by
-    rendezvous."""
+    """Returns the start of the collective that stands for a `recv` (`line`) and its `send`.
+
+    The `recv` becomes a `collective-permute-start` or an `all-reduce-start`, with its devices in
+    XLA's own notation, so that `hlo` reads it as any other. It also waits for the `send` of the
+    same rendezvous.
+
+    Args:
+        line: the `recv`.
+        kind: the kind of message, as the text names it: "ONE_TO_ONE" or "ALL_REDUCE".
+        sends: the name of the `send` of each rendezvous.
+        partitions: the number of devices of a slice.
+
+    Raises:
+        ValueError: the kind is another.
+    """
     array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands
@@ -75,11 +87,12 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         operands = [sends[rendezvous[1]], *operands]
 
     def place(number: str) -> int:
-        """Returns the number of a device among those of all slices, counted from 0."""
+        """Returns a device's number among the devices of all slices, counted from 0. `number` is
+        its number in the text, such as 200003."""
         return (int(number) // SLICE - 1) * partitions + int(number) % SLICE
 
-    # The slices, and the first and last device of each, between which an all-reduce runs, such as
-    # {1,2}x{0:7}. Each group has the devices of one number in all slices.
+    # An all-reduce names its slices, and the first and the last device of each, as in {1,2}x{0:7}.
+    # Each group has the devices with the same number in all these slices.
     grid = GRID.search(line.attributes)
     if kind == "ONE_TO_ONE":
         pairs = ",".join(f"{{{place(a)},{place(b)}}}" for a, b in PAIR.findall(line.attributes))
@@ -103,6 +116,6 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         )
     raise ValueError(
         f"This program has a collective between TPU slices that cannot be read: {kind} "
-        f"({line.name}). Only permutes, which the package's rings send, and lax.psum can be read. "
-        "Use ring(axis) along that axis."
+        f"({line.name}). Only lax.psum can be read, and the permutes that the package's rings "
+        "send. Use ring(axis) along that axis."
     )

@@ -18,13 +18,13 @@ def read(text: str) -> Callable[[str], str]:
     """Returns a function from an instruction's attributes to "file:line", or "" if the text does
     not tell.
 
-    The line is the innermost one outside of the package's collectives: the caller of a ring, not
-    the ring's own hop.
+    The line is the innermost line of the stack that is outside of `parallax/collectives`: the line
+    that calls a ring, and not the line of a hop inside the ring.
     """
     files: dict[str, str] = {}
     lines: dict[str, str] = {}
     frames: dict[str, tuple[str, str]] = {}
-    table = ""  # the name of the table around the line
+    table = ""  # the name of the table that contains the line
     for line in text.splitlines():
         # An empty line ends a table.
         if not line or line in ("FileNames", "FileLocations", "StackFrames"):
@@ -34,7 +34,7 @@ def read(text: str) -> Callable[[str], str]:
         elif table == "FileLocations" and (row := LOCATION.match(line)):
             lines[row[1]] = f"{files[row[2]]}:{row[3]}"
         elif table == "StackFrames" and (row := FRAME.match(line)):
-            # The text writes a parent's number plus one, and 1 for a frame without a parent.
+            # A parent is written as its number plus one; 1 stands for a frame without a parent.
             frames[row[1]] = lines[row[2]], str(int(row[3] or 1) - 1)
     known: dict[str, str] = {}
 
@@ -52,9 +52,12 @@ def read(text: str) -> Callable[[str], str]:
 
 
 def _outside(frame: str, frames: dict[str, tuple[str, str]]) -> str:
-    """Returns the innermost line of a stack outside of the package's collectives; the innermost
-    line of all if there is none outside, and "" for an unknown frame. `frames` has the line and the
-    caller's frame of each frame."""
+    """Returns the innermost line of a stack that is outside of the package's collectives, as
+    "file:line". If all lines are inside, returns the innermost one; for an unknown frame, "".
+
+    `frame` is the number of the innermost frame. `frames` has, for each frame, its line and the
+    number of the frame that called it.
+    """
     first, _ = frames.get(frame, ("", ""))
     while frame in frames:
         line, frame = frames[frame]

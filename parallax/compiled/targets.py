@@ -38,8 +38,10 @@ GPUS = {
     "b200": (10, 0, 148, 128, 233472, 232448, 132644864, 1.965, "NVIDIA B200"),
 }
 CHIPS = {name: chip for name, chip in KNOWN.items() if chip.platform == "tpu" or name in GPUS}
-# The error of a TPU's compiler for a step that does not fit, in libtpu 0.0.42 and before it.
+# The memory that a step needs and the memory that there is, in the error of a TPU's compiler, as
+# libtpu 0.0.42 and earlier versions write it.
 FULL = re.compile(r"(?:Used |\()([\d.]+\w)\)? (?:of|exceeds available \w+) \(?([\d.]+\w)")
+# A target's name: the number of slices or GPUs, the chip, and the sizes of a TPU's topology.
 NAME = re.compile(r"(?:(\d+) ?x ?)?([a-z]+\d+[a-z]*)(?::(\d+(?:x\d+)*))?$")
 
 
@@ -68,7 +70,7 @@ class Target(NamedTuple):
     def machine(self, mesh: Mesh) -> links.Machine:
         """Returns the links between the devices of a mesh, in the mesh's order."""
         devices = list(mesh.devices.flat)
-        # The slice of each TPU; the devices of a single slice may lack the attribute.
+        # The number of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
@@ -144,7 +146,7 @@ def target(name: str) -> Target:
     try:
         with quiet():
             topology = _tpus(chip, sizes, count) if is_tpu else _gpus(chip, count)
-    except ImportError:  # its message says what to install
+    except ImportError:  # raised unchanged: its message says what to install
         raise
     except Exception as error:
         sentence = str(error).strip().splitlines() or [type(error).__name__]
@@ -153,19 +155,20 @@ def target(name: str) -> Target:
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)
-    # Devices of a slice with the same coordinates are cores of one chip. `Target.cores` is their
-    # number.
+    # On a TPU, devices of one slice with the same coordinates are cores of one chip. A GPU is one
+    # device. The last field of the result, `cores`, is the number of devices of a chip.
     if is_tpu:
         chips = len({(getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices})
     return Target(name, chip, hardware, devices, len(devices) // chips)
 
 
 def compile(train: Any, *shapes: Any, target: Target) -> Program:
-    """Returns `train` compiled for `target`.
+    """Returns the function `train` compiled for the devices of `target`. It is not run.
 
     Args:
         train: a function under `jax.jit`, or anything with `lower(*shapes)`.
-        shapes: `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices.
+        shapes: the shapes of the arguments of `train`: `jax.ShapeDtypeStruct`s with shardings on a
+            mesh of the target's devices.
         target: the result of `target(name)`.
 
     Raises:
@@ -203,11 +206,11 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards the output of compilers on stderr inside a `with`; their exceptions carry the useful
-    part.
+    """Discards all output on stderr inside a `with`. Compilers print much there; the useful part is
+    also in their exceptions.
 
-    Compilers write to file descriptor 2, past Python's `sys.stderr`, so that descriptor is
-    replaced.
+    Compilers write to file descriptor 2 and not to Python's `sys.stderr`, so the descriptor itself
+    is replaced by a temporary file, and restored at the end.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -225,7 +228,7 @@ def gpu_text(chip: str) -> str:
     `GpuTargetConfigProto`, as text."""
     major, minor, cores, units, shared, shared_of_block, cache, clock, name = GPUS[chip]
     hardware = CHIPS[chip]
-    # Plain numbers are limits that all these GPUs have in common.
+    # The numbers written here are limits that all these GPUs have in common.
     info: Mapping[str, Any] = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -247,7 +250,7 @@ def gpu_text(chip: str) -> str:
     }
     fields = " ".join(f"{field}: {value}" for field, value in info.items())
     capability = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
-    # The two versions are those of CUDA and cuDNN on the target, as XLA is to assume.
+    # XLA is to assume these versions of CUDA and of cuDNN (`dnn`) on the target.
     return (
         f"gpu_device_info {{ {fields} {capability} }} runtime_version {{ major: 12 minor: 8 }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} '
@@ -256,11 +259,11 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    """Returns the topology of TPUs that are not on this machine, for the compiler: `slices` slices
-    of the chips `sizes`, such as "2x4"."""
+    """Returns JAX's description of TPUs that are not on this machine, with their devices: `slices`
+    slices, each of the `sizes` of a torus, such as "2x4"."""
     # Without this, libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Without this, a lock file ends the second process that compiles.
+    # Without this, libtpu's lock file lets only one process compile at a time: a second one fails.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     _installed("libtpu", "tpu")
     slice_option = {"num_slices": slices} if slices > 1 else {}
@@ -270,14 +273,14 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
 
 
 def _gpus(chip: str, count: int) -> Any:
-    """Returns the topology of GPUs that are not on this machine, in equal machines of at most
-    `MACHINE` GPUs.
+    """Returns JAX's description of `count` GPUs that are not on this machine, with their devices.
+    The GPUs are in equal machines of at most `MACHINE` (8) GPUs.
     """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
-    if count % machines:  # `target` adds the name and examples to this message
+    if count % machines:  # `target` adds its name and examples to this message
         raise ValueError(f"{count} GPUs cannot fill equal machines of at most {MACHINE} GPUs")
-    # Groups of machines, machines of a group, GPUs of a machine.
+    # JAX wants three numbers: groups of machines, machines in a group, GPUs in a machine.
     shape = f"1x{machines}x{count // machines}"
     return _topologies().get_topology_desc(
         platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape
@@ -290,7 +293,8 @@ def _topologies() -> Any:
 
 
 def _installed(module: str, extra: str) -> None:
-    """Raises an `ImportError` that says what to install, if a compiler is missing."""
+    """Raises an `ImportError` that says what to install, if a compiler is missing. `module` is the
+    compiler's module, and `extra` the extra of this package that installs it."""
     try:
         importlib.import_module(module)
     except ImportError as error:

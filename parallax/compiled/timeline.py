@@ -5,9 +5,9 @@
 
 The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
 order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
-its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A message
-begins at its start instruction, waits until its links are free (a link carries one message at a
-time), and its done instruction waits for it. A conditional runs the branch that would end last. The
+its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A start
+instruction begins a message, which waits until its links are free (a link carries one message at a
+time). Its done instruction waits for the message. A conditional runs its slowest branch. The
 *exposed* time is the time of the replay, minus the time of the same program with messages that take
 no time.
 
@@ -58,8 +58,9 @@ class Timeline(NamedTuple):
 
     Attributes:
         seconds: the time of the program.
-        compute: the time of the program with messages that take no time.
-        exposed_along: for each set of axes, the seconds saved if messages along it took no time.
+        compute: the time of the program if messages took no time.
+        exposed_along: for each set of axes, such as "data x tensor", the seconds that the program
+            would save if messages along these axes took no time.
         at_speed: the seconds at half, once and twice the links' speed.
         waits: the seconds that instructions wait for messages, by the source line that sends.
         events: the events of the replay in order.
@@ -83,7 +84,10 @@ class Timeline(NamedTuple):
 def of(
     compiled: jax.stages.Compiled | str, machine: links.Machine, axes: Mapping[str, int]
 ) -> Timeline:
-    """Returns the replay of a program that was compiled for `machine`.
+    """Returns the estimated times of a program that was compiled for `machine`.
+
+    The program is replayed several times: with the links as they are, with infinitely fast links,
+    with each set of axes whose messages take no time, and at other speeds of the links.
 
     Args:
         compiled: the program, or its text.
@@ -107,6 +111,7 @@ def of(
     events: list[Event] = []
     waits: Counter[str] = Counter()
     total = replay.run(1.0, events=events, waits=waits)
+    # The sets of axes along which messages go, in the order of their first messages.
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
@@ -115,7 +120,8 @@ def of(
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        # The loops whose trips are given neither by their text nor by their name (`counted`).
+        # Counts the loops whose trips are unknown: neither their text nor their name (`counted`)
+        # gives a number.
         unbounded=sum(
             line.opcode == "while" and not (dict(line.called).get(_body(line)) or line.counted)
             for line in _all(program)
@@ -126,7 +132,9 @@ def of(
 def check_backend(text: str, platform: str) -> None:
     """Raises a `ValueError` unless the program was compiled for `platform`, "tpu" or "cuda"."""
     backend = "cpu"
-    # A TPU's program has estimates of cycles, or at least tiled layouts such as {1,0:T(8,128)}.
+    # The backend is recognized by words that only its programs have. A TPU's program has estimates
+    # of cycles, or at least tiled layouts such as {1,0:T(8,128)}, also near the beginning of the
+    # text.
     if '"estimated_cycles"' in text or ":T(" in text[:200_000]:
         backend = "tpu"
     elif "operation_queue_id" in text:
@@ -194,7 +202,8 @@ class _Replay:
         instruction's attributes to its source line (`lines`)."""
         self.program, self.machine, self.axes, self.lines = program, machine, axes, lines
         self.costs = seconds.Costs(program, machine.hardware, machine.cores)
-        # The results of `_message` and `_collectives`, by the name of the instruction.
+        # The results of `_message` (`known`) and of `_collectives` (`inside`), by the name of the
+        # instruction.
         self.known: dict[str, _Message] = {}
         self.inside: dict[str, list[hlo.Instruction]] = {}
 
@@ -206,13 +215,14 @@ class _Replay:
         events: list[Event] | None = None,
         waits: Counter | None = None,
     ) -> float:
-        """Returns the seconds of the program. Messages take no time if the `speed` is `math.inf`.
+        """Replays the program once, and returns its seconds.
 
         Args:
-            speed: a factor on the links' speed.
-            without: the axes along which messages take no time, as in `Event.row`.
-            events: a list to append the events to.
-            waits: a counter to add the waits to.
+            speed: a factor on the links' speed. With `math.inf` messages take no time.
+            without: the axes along which messages take no time, as in `Event.row`; "" for none.
+            events: a list; the replay appends its events to it.
+            waits: a counter; the replay adds to it the seconds of waiting for messages, by the
+                source line that sends.
         """
         state = SimpleNamespace(
             now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits
@@ -221,10 +231,8 @@ class _Replay:
         return state.now
 
     def _computation(self, name: str, state: SimpleNamespace) -> None:
-        """Replays the instructions of a computation, which moves `state.now` on.
-
-        `started` has the end and the source line of each message or copy, by the name of its start.
-        """
+        """Replays the instructions of a computation in order, and moves the time `state.now` on."""
+        # The end and the source line of each message or copy under way, by the name of its start.
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:
             if line.opcode == "while":
@@ -243,7 +251,8 @@ class _Replay:
                 self._instruction(line, started, state)
 
     def _longest_branch(self, line: hlo.Instruction, state: SimpleNamespace) -> str:
-        """Returns the name of the branch of a conditional that would end last if it began now."""
+        """Returns the name of the slowest branch of a conditional: if all began now, it would end
+        last."""
 
         def end(name: str) -> float:
             """Returns the time at which a branch would end. Its replay does not change `state`."""
@@ -259,21 +268,22 @@ class _Replay:
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
     ) -> None:
         """Replays one instruction: first its messages start, then it computes, then it waits for
-        its messages. A start (`-start`) does not wait: it adds the end of its messages to
-        `started`.
+        its messages. The start of an asynchronous message or copy (`-start`) does not wait: it adds
+        the end and the source line to `started`, for the instruction that waits (`-done`).
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
-            # Without messages it is a copy between two memories of a chip. One copy runs at a time.
+            # A start without messages is a copy between two memories of a chip. One copy runs at
+            # a time: it begins when the copy before it has ended.
             if not sent:
                 begin = max(state.now, state.free.get("memory", 0.0))
                 state.free["memory"] = begin + self.costs.of(line)
                 stops = [state.free["memory"]]
             started[line.name] = max(stops), source
             return
-        # A collective takes only the time of its messages; a fusion may have both.
+        # A collective takes only the time of its messages. A fusion may compute, and send too.
         taken = 0.0 if line.collective else self.costs.of(line)
         if taken:
             if state.events is not None:
@@ -284,8 +294,8 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
-        """Moves the time on to `until`, when a message has arrived. Adds the wait to the total of
-        the source line that sent the message."""
+        """Moves the time on to `until`, the time at which a message arrives. If that is later than
+        now, adds the wait to the total of `source`, the source line that sent the message."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now
@@ -302,7 +312,8 @@ class _Replay:
         return self.inside[line.name]
 
     def _message(self, line: hlo.Instruction) -> _Message:
-        """Returns the message of a collective: its axes, the time on each link, and the delay."""
+        """Returns the message of a collective: its axes, the seconds on each link, and the latency
+        of all its rounds."""
         if line.name not in self.known:
             flows, rounds = links.flows(line, len(self.machine.places))
             busy, delay = self.machine.crossing(flows)  # the delay is that of one round
@@ -311,10 +322,11 @@ class _Replay:
         return self.known[line.name]
 
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
-        """Starts a message, and returns the time at which it has arrived.
+        """Starts the messages of a collective, and returns the time at which all have arrived.
 
-        It begins when all its links are free. It takes the time of its busiest link, and then the
-        delay of its rounds.
+        They begin when all their links are free. They take the time of the busiest link, and then
+        the latency of their rounds. They take no time if the replay leaves out their axes
+        (`state.without`) or has infinitely fast links.
         """
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:

@@ -56,9 +56,9 @@ def check_places(
 ) -> None:
     """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
-    if no result depends on `positions` and two counts are compared. Attention without a mask
-    compares no counts, so it passes.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
+    refused if its program compares two counts, and no result depends on `positions`. Attention
+    without a mask compares no counts, so it passes.
 
     Args:
         attend: the attention function.
@@ -141,7 +141,7 @@ def check_kernel(
     Pallas kernel are not found.
 
     Args:
-        forward: the kernel's function, as in `Kernel`.
+        forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
         chunks: the chunks of a device.
         devices: the devices along the context axis.
@@ -289,7 +289,8 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
 
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
-    """Raises `ValueError` if `segments` are not integers of this shape, [B, T], one per token."""
+    """Raises `ValueError` if `segments` are not integers of this shape, [B, T], one per token.
+    `name` is the caller's, for the message."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
@@ -302,7 +303,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if q, k and v do not fit each other: their shapes, types or heads.
 
     If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
-    one head: with several heads, the queries of a device would need only some of them.
+    one head: with several heads, the queries of a device would need only some of them. `name` is
+    the caller's, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -352,6 +354,7 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
     `heads` are the numbers of query heads and of key heads of the whole model; they must fit H.
+    `name` is the caller's, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:

@@ -42,7 +42,10 @@ def gathered(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        """Returns the attention of this device's queries, [B, T_X, H, K]."""
+        """Returns the attention of this device's queries, [B, T_X, H, K].
+
+        `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
+        """
         check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
         # The order that turns the tokens of devices 0, 1, ... into the sequence.
@@ -56,8 +59,8 @@ def gathered(
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
         # On one device the queries may be the whole sequence in its order. Then a mask that counts
-        # the tokens itself is right too. In any other case, also on one device in another order,
-        # `attend` is traced, and refused if it masks by such a count.
+        # the tokens itself is right too. In any other case `attend` must use the positions: it is
+        # traced, and refused if it masks by a count of its own.
         is_sequence = n == 1 and np.array_equal(in_order, np.arange(tokens))
         if not is_sequence:
             check_places(attend, (q, k, v), options, tokens * n)
@@ -96,7 +99,8 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
     The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
     sequence to the order of the devices. A device has `tokens` tokens.
     """
-    # By device and then by token: the place of each token in its sequence.
+    # The place of each token in its sequence: of the tokens of device 0, then of device 1, and so
+    # on.
     inverse = places(tokens * n, chunk_table(order, n)).reshape(-1)
     return np.argsort(inverse), inverse
 

@@ -43,7 +43,10 @@ def ulysses(
     axis = Axis.of(axis)
 
     def attended(q, k, v, *, segments=None):
-        """Returns the attention of this device's queries, [B, T_X, H, K]."""
+        """Returns the attention of this device's queries, [B, T_X, H, K].
+
+        `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
+        """
         check_heads("context.ulysses", q, k, v)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
@@ -77,8 +80,8 @@ def ulysses(
 def _copies(H: int, G: int, n: int) -> int:
     """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`.
 
-    The copies must divide H / G, the query heads of a key head, so that each device gets the keys
-    of its query heads. H / G copies always fit, since H is a multiple of n.
+    The number of copies must divide H / G, the number of query heads of a key head, so that each
+    device gets the keys of its query heads. H / G copies always fit, since H is a multiple of n.
     """
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:

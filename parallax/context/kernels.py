@@ -5,9 +5,9 @@ tile has t tokens of queries and s of keys. In einsums: b batch, t and s tokens,
 H / G query heads of each, k head width.
 
 A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
-saw. From log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward pass
-recomputes the weights. The *marks* of tokens, positions and documents, decide which keys a query
-sees.
+saw. With the log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward
+pass recomputes the softmax's weights. The *marks* of tokens (their positions and documents) decide
+which keys a query sees.
 
 Source: Dao et al., FlashAttention (arXiv 2205.14135), sections 3.1 and B.
 """
@@ -106,6 +106,9 @@ def _forward(
 ):
     """Returns the output, [B, T, H, K], and the log-sum-exps, [B, T, H].
 
+    `segments` and `positions` are pairs, of the queries and of the keys, or None. A tile has at
+    most `block` tokens.
+
     The outer loop takes a tile of queries, and the inner loop a tile of keys, with the running
     maximum and sum of FlashAttention.
     """
@@ -129,8 +132,8 @@ def _forward(
             higher = jnp.maximum(peak, jnp.max(scores, axis=-1))
             # A query that has seen no key yet has minus infinity, and infinities subtract to nan.
             shift = jnp.where(higher == -jnp.inf, jnp.zeros((), dtype), higher)
-            # Earlier sums were relative to the old maximum: `shrink` makes them relative to the
-            # new.
+            # Earlier sums were relative to the old maximum: `shrink` makes them relative to
+            # the new one.
             weights, shrink = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
             term = _product("bgrts,bsgk->bgrtk", weights.astype(v.dtype), v)
             out = out * shrink[..., None] + term
@@ -147,6 +150,7 @@ def _forward(
         return None, (jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1))
 
     _, (out, lse) = lax.scan(queries, None, query_tiles)
+    # `_whole` joins the tiles of queries, and drops the padding.
     return _whole(out, T).reshape(B, T, H, K), _whole(lse, T).reshape(B, T, H)
 
 
@@ -165,7 +169,9 @@ def _backward(  # noqa: PLR0913
 ):
     """Returns the terms that these keys add to the gradients of q, k and v.
 
-    The weights of a tile are computed again from the log-sum-exps.
+    `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
+    other arguments are those of `_forward`. The softmax's weights of a tile are computed again from
+    the log-sum-exps.
     """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
@@ -182,8 +188,10 @@ def _backward(  # noqa: PLR0913
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j."""
+            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j; dq is of
+            one tile of queries."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
+            # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             # `errors` are the gradients of the scores. `mean` is the mean of the weights'
             # cotangents, which the derivative of a softmax subtracts.
@@ -205,6 +213,7 @@ def _backward(  # noqa: PLR0913
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
+    # `_whole` joins the tiles, and drops the padding.
     return _whole(dq, T).reshape(*q.shape), _whole(dk, S), _whole(dv, S)
 
 
@@ -270,8 +279,8 @@ def _marks(size: int, positions, segments, is_token) -> _Tile:
 
 
 def _size(length: int, block: int) -> int:
-    """Returns the size of equal tiles for `length` tokens: as few tiles of at most `block` as
-    possible.
+    """Returns the size of equal tiles for `length` tokens: the tiles have at most `block` tokens,
+    and are as few as possible.
     """
     # The number of tiles is ceil(length / block), and their size ceil(length / that number).
     return -(-length // -(-length // block))

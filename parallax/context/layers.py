@@ -23,7 +23,8 @@ def comms(
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     order: ChunkOrder = zigzag,
 ) -> Comms:
-    """Returns `inner(axis, shared=shared)`, with the tokens of each sequence split over `context`.
+    """Returns the `Comms` that `inner(axis, shared=shared)` makes, with the tokens of each sequence
+    split over `context`.
 
     Give the model whole windows on each device of `context`. A device embeds its own tokens,
     attends to the tokens of all devices, and returns the mean loss of its own tokens.
@@ -32,19 +33,21 @@ def comms(
     Args:
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
-        shared: the axes that share the vocabulary, as in `tensor.comms`.
-        inner: `tensor.comms`, or `sequence.comms`, which splits a device's tokens further between
-            the layers, over `axis`.
-        around: takes a model's attention function and returns an attention over the context, such
-            as `lambda attend: context.ulysses(attend, "context")`; by default `attention`.
+        shared: further axes that split the vocabulary, such as the stages of a pipeline.
+        inner: `tensor.comms`; or `sequence.comms`, with which, between the layers, the tokens of a
+            device of `context` are split over `axis` too.
+        around: a function that takes a model's attention function and returns an attention over the
+            context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
+            layers attend by `context.attention`.
         order: the places of the tokens on the devices.
 
-    The functions raise `ValueError` for tokens that do not divide into the chunks of `order`.
+    The functions of the result raise `ValueError` for tokens that do not divide into the chunks of
+    `order`.
     """
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
     ring = partial(attention, axis=context_axis, order=order)
 
-    # This device's share of whole sequences `x`, whose dim `dim` is tokens.
+    # Returns this device's share of whole sequences `x`, whose dim `dim` is tokens.
     def context_tokens(x, dim):
         return local_tokens(x, context_axis, order=order, dim=dim)
 

@@ -91,11 +91,12 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
 
     In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
-    too, but are not listed.
+    too, but are not listed. Without `causal` every query sees every key.
 
     With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
     hides half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of
-    (T/n)^2, twice as many scores as needed. Raises the errors of `chunk_table`.
+    (T/n)^2, twice as many scores as needed. Raises `ValueError` for an `order` that `chunk_table`
+    refuses.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
@@ -126,11 +127,12 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
 def split(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """Returns whole sequences in the order in which `devices` hold their tokens.
+    """Returns whole sequences, `x`, with their tokens put in the order of the devices: first the
+    tokens of device 0, then those of device 1, and so on. `order` gives each device its tokens.
 
-    The spec `P(None, "context")` then gives each device its tokens, which are dim `dim` of `x`.
-    Split targets in the same way as inputs: `split(windows[:, :-1], n)` and
-    `split(windows[:, 1:], n)`.
+    `devices` is the number of devices, and the tokens are dim `dim` of `x`. The spec
+    `P(None, "context")` then gives each device its tokens, if they are dim 1. Split targets in the
+    same way as inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -142,18 +144,21 @@ def split(
 def unsplit(
     x: Shaped[ArrayLike, "..."], devices: int, *, order: ChunkOrder = zigzag, dim: int = 1
 ) -> Shaped[Array, "..."]:
-    """Returns the inverse of `split`: the tokens in the order of the sequence."""
+    """Returns whole sequences with their tokens in the order of the sequence again: the inverse of
+    `split`, with the same arguments."""
     x, table = jnp.asarray(x), chunk_table(order, devices)
     return jnp.take(x, np.argsort(places(x.shape[dim], table).reshape(-1)), axis=dim)
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """Returns the places of this device's `tokens` in their sequence, int32.
+    """Returns the place in the sequence of each of this device's tokens, [tokens], int32.
 
-    Raises the errors of `split`.
+    `tokens` is the number of tokens of a device. Raises `ValueError` if the tokens of all devices
+    do not divide into the chunks of `order`.
     """
     axis = Axis.of(axis)
     n = axis.size()
+    # `places` returns a row for each device.
     return jnp.asarray(places(tokens * n, chunk_table(order, n)))[axis.index()]
 
 
@@ -163,7 +168,7 @@ def local_tokens(
     """Returns this device's tokens of `x`, which has whole sequences. Nothing is sent.
 
     Raises:
-        ValueError: the tokens, which are dim `dim`, do not divide into the chunks of `order`.
+        ValueError: the tokens, dim `dim` of `x`, do not divide into the chunks of `order`.
     """
     axis = Axis.of(axis)
     table = chunk_table(order, axis.size())

@@ -9,12 +9,12 @@ key chunk, 1 if it is needed or 0 if it only fills up the table). The program ha
 all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
 (`lse`). A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a
 causal mask inside. `_chunk(tree, i)` returns chunk i of each array, and `_both` a pair of segments
-or None.
+or None. A `_Ring` has the axis, the table of pairs and the kernel: `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
-| forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes a token) |
-| backward | 2 (n - 1) | as much again, and n - 1 times their gradients, in float32 or wider |
+| forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes per token) |
+| backward | 2 (n - 1) | the same again, and n - 1 times their gradients, in float32 or wider |
 
 In the backward pass the gradients of keys and values follow the keys and values one hop later, and
 return to the keys' device after n - 1 hops. The device then adds the gradients from its own
@@ -56,8 +56,8 @@ def attention(
     The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it.
     `positions` gives their places; `split` and `local_tokens` select them. Products have `q`'s
     type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
-    linear in T: the tiles of `kernel`; for the backward pass `q`, `k`, `v`, the result and one
-    number per query and head.
+    linear in T: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`, `v`,
+    the result and one number per query and head.
 
     Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
     scores, where the mask hides half of two blocks. Without `causal` the order does not matter.
@@ -122,8 +122,8 @@ class _Ring(NamedTuple):
     def hops(self, first: int, last: int, hop, carry):
         """Returns `carry` after the hops from `first` to before `last`, as one loop.
 
-        `hop` takes a hop's number and the carry. If `first` is `last`, there is no hop, and the
-        program gets no empty loop.
+        `hop` takes a hop's number and the carry, and returns the new carry. If `first` is not below
+        `last`, there is no hop: `carry` is returned as it is, and the program gets no empty loop.
         """
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 
@@ -240,7 +240,8 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """Returns a function that applies a kernel's function `f` to each chunk with itself.
 
     The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
-    batch of c B. Only these blocks, on the diagonal, have a causal mask inside.
+    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. The segments are
+    [c, B, T / c] too, or None.
     """
 
     def as_batch(x):

@@ -1,9 +1,9 @@
 """A mixture of experts that is split over an axis, with the same results as on one device.
 
-A router sends each token to k of E experts. Each device of the axis, which splits the batch too,
-has some of the experts. So tokens are sent to their experts, and results are sent back: by a gather
-and a scatter, or by an all-to-all (`dispatch`). A *choice* is a token and one of its experts. By
-default no choice is dropped. Dropped choices are counted.
+A router sends each token to k of E experts. Each device of the axis has some of the experts, and
+some of the batch. So tokens are sent to their experts, and results are sent back: by a gather and a
+scatter, or by an all-to-all (`dispatch`). A *choice* is a token and one of its experts. By default
+no choice is dropped. Dropped choices are counted.
 """
 
 from parallax.experts.dispatch import BytesSent, Dispatch, exchanged, gathered, ragged

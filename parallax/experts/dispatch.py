@@ -1,9 +1,9 @@
-"""Sends tokens to their experts, which are split over an axis, and the results back.
+"""Sends tokens to their experts, and the results back; the experts are split over an axis.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
 choices of an expert or device. `compute(x, source, ids, weights)` runs this device's experts: pair
-i sends row `source[i]` of x to expert `ids[i]`, and the number E/n (`local_experts`) is no expert.
+i sends row `source[i]` of x to expert `ids[i]`. The number E/n (`local_experts`) means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
@@ -65,7 +65,14 @@ class Dispatch(Protocol):
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns each token's sum of weight times result, and the number of dropped choices.
 
-        Device i of the axis holds the `local_experts` experts from number i * local_experts on.
+        Args:
+            x: this device's tokens.
+            ids: the numbers of each token's experts.
+            weights: the factors of these experts' results.
+            compute: runs the experts of this device.
+            axis: the axis that the experts are split over.
+            local_experts: the number of experts on each device. Device i of the axis holds the
+                experts from number i * local_experts on.
         """
         ...
 
@@ -98,7 +105,8 @@ class Gathered:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's rows of the results, [T, D], and 0 dropped choices.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         # Each choice's token, which is its row of x: k times 0, k times 1, ...
@@ -114,7 +122,10 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token."""
+        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token.
+
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes.
+        """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.
         return BytesSent(
@@ -156,7 +167,8 @@ class exchanged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
@@ -175,8 +187,8 @@ class exchanged:
             """Returns the rows received from all devices, for n * room sent rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
-        # An empty row takes the token len(x), which is out of range and gives 0, and the expert
-        # `local_experts`, which is none.
+        # An empty row takes the token len(x): this is out of range and gives 0. Its expert is
+        # `local_experts`, the number that means no expert.
         rows = x.at[in_place(len(x), wanted.token)].get(mode="fill", fill_value=0)
         arrived = exchange(rows)
         # A received row is one choice, so it has one expert. Its weight is 1 here: the weights,
@@ -200,7 +212,8 @@ class exchanged:
     ) -> BytesSent:
         """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row.
 
-        With a capacity of 1, (n - 1) C D is k (n - 1)/n T D.
+        D is `width`, and a number has `itemsize` bytes. With a capacity of 1, (n - 1) C D is
+        k (n - 1)/n T D, for T `tokens`.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -209,12 +222,13 @@ class exchanged:
 
 @dataclass(frozen=True)
 class ragged:
-    """`exchanged` with messages of exact length: `lax.ragged_all_to_all`.
+    """Sends each token to its experts' devices in messages of exact length, by
+    `lax.ragged_all_to_all`, and the results back.
 
-    A device has room for `capacity` times the mean, which is k T rows; with `math.inf`, for the
-    largest possible number of rows. Rows from device 0 come first, then rows from device 1, and so
-    on; rows beyond the room are dropped. XLA's CPU backend lacks this collective (jax #34755); TPUs
-    and GPUs have it.
+    A device has room to receive `capacity` times the mean, which is k T rows. With `math.inf` it
+    has room for the largest possible number of rows. Rows from device 0 come first, then rows from
+    device 1, and so on; rows beyond the room are dropped. XLA's CPU backend lacks this collective
+    (jax #34755); TPUs and GPUs have it.
 
     Args:
         capacity: the room of a device, as a multiple of the mean.
@@ -243,7 +257,8 @@ class ragged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        The arguments are as in `Dispatch`.
+        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
+        `compute` runs the `local_experts` experts of this device.
         """
         if not axes(axis.names):
             raise ValueError(
@@ -294,8 +309,8 @@ class ragged:
     ) -> BytesSent:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
-        `ids` counts an int32 for each row, and the n int32 counts that a device sends to each of
-        the n - 1 others.
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` counts an
+        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -340,7 +355,8 @@ class _Exchange(NamedTuple):
                 receiver].
             room: the most rows that a device can receive.
             axis: the axis of the devices.
-            move: the collective, as `ragged.move`.
+            move: the collective that moves the rows: `lax.ragged_all_to_all`, or one that takes the
+                same arguments.
         """
 
         def before(a, dim):
@@ -397,7 +413,10 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k]."""
+    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k].
+
+    Each of the n devices has `local_experts` experts: device 0 has the first of them, and so on.
+    """
     tokens, k = ids.shape
     # Transposed, so that the first choices of all tokens come first and have priority.
     device, expert = jnp.divmod(ids.T.reshape(-1).astype(jnp.int32), local_experts)
@@ -431,15 +450,15 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
     The mean is `choices / parts`, for choices that are spread over `parts` devices. The capacity
     may be infinite.
     """
-    # The bound is tested first, so that an infinite number is never rounded. Infinity times 0
-    # choices is no number.
+    # The bound is tested first, so that an infinite number is never rounded. Infinity has a test of
+    # its own, since infinity times 0 choices would be nan.
     if math.isinf(capacity) or capacity * choices >= most * parts:
         return most
     return math.ceil(capacity * choices / parts)
 
 
 def _check_capacity(name: str, capacity: float) -> None:
-    """Raises `ValueError` unless the capacity is above 0."""
+    """Raises `ValueError` unless the capacity is above 0. `name` is the caller's."""
     if not capacity > 0:
         raise ValueError(
             f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "

@@ -1,6 +1,7 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Pair r sends row `source[r]` of x to expert `ids[r]`, times `weights[r]`; the number E is no expert.
+Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of its result. The
+number E means no expert.
 Each block has rows for one expert; *filling rows* fill up the expert's last block. They must add
 nothing: their indices `written` and `pair` are out of range, where `_take` gives 0 and `_add`
 ignores them. An expert's arrays are `trained`, which are differentiated, or `others`.
@@ -39,7 +40,8 @@ class ExpertCompute(Protocol):
     ) -> Float[Array, "rows width"]:
         """Returns each row's sum of weight times result, [N, D].
 
-        Pair r sends row `source[r]` to expert `ids[r]`. The number E means no expert.
+        The arrays of `experts` have a first dim of experts. Pair r sends row `source[r]` to expert
+        `ids[r]`, and `weights[r]` is the factor of its result. The number E means no expert.
         """
         ...
 
@@ -56,7 +58,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     block is filled up. A loop runs over the blocks: ceil(pairs / size) blocks for each expert. So
     no work is done for an expert without tokens, whatever the routing. The loop holds the
     activations of one block. The backward pass runs the same loop and computes each block again,
-    so forward and backward are 4 units of work instead of 3.
+    so forward and backward together take the work of 4 forward passes instead of 3.
 
     `expert` must treat each row by itself. The result has only a first derivative, in reverse mode.
 
@@ -164,7 +166,8 @@ def _table(
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
     """Returns a function that runs all experts in a loop over blocks, with its backward pass.
 
-    `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert.
+    `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert, and
+    the rows of one block, `size` of them.
     """
 
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
@@ -247,7 +250,7 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`; numbers out of range, which filling rows have, give 0."""
+    """Returns the rows of `x` at `index`; a number out of range, as in a filling row, gives 0."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

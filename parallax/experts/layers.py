@@ -23,7 +23,8 @@ def comms(
     dispatch: Dispatch = gathered,
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
 ) -> Comms:
-    """Returns `inner(axis, shared=shared)`, with each layer's experts split over `experts`.
+    """Returns the `Comms` that `inner(axis, shared=shared)` makes, with each layer's experts split
+    over `experts`.
 
     The axis `experts` splits the batch too. Pass this device's sequences to the model, such as a
     `llama` with experts. `grads.averaged(grad, ("data", "expert"))` takes the mean over all
@@ -32,9 +33,10 @@ def comms(
     Args:
         axis: the axis that splits each layer, and the hidden width of each expert.
         experts: the axis that the experts are split over; `()` if each device has all of them.
-        shared: the axes that share the vocabulary, as in `tensor.comms`.
-        inner: `tensor.comms`, `sequence.comms`, or `context.comms` with its axis.
-        dispatch: brings tokens to their experts.
+        shared: further axes that split the vocabulary, such as the stages of a pipeline.
+        inner: `tensor.comms` or `sequence.comms`; or `context.comms`, with its option `context` set
+            by `functools.partial`.
+        dispatch: brings tokens to their experts, such as `experts.exchanged(1.25)`.
         compute: runs the experts of a device.
     """
     # A function of a function: wrap(moe) is partial(moe, axis=experts, dispatch=..., compute=...).

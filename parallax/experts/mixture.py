@@ -79,9 +79,9 @@ def moe(
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
 
-    The experts are split over `axis`. The result equals the sum of all experts' results for all
-    tokens, with weights of 0 for experts that were not chosen. Add the result to the residual
-    stream.
+    The experts are split over `axis`. For each token, the result equals the weighted sum of the
+    results of all experts, where experts that were not chosen have the weight 0. Add the result to
+    the residual stream.
 
     The axis splits the batch too. It may be the data axis, another axis that splits the data (name
     both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its

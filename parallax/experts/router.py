@@ -48,7 +48,8 @@ Router: TypeAlias = Callable[
 def top_k(
     k: int, *, score: Callable[[Array], Array] = jax.nn.softmax, normalised: bool = False
 ) -> Router:
-    """Returns a router that sends each token to the k experts with the highest scores.
+    """Returns a router, a function `(logits, bias) -> Routing`, that sends each token to the k
+    experts with the highest scores.
 
     If two scores are equal, the first expert is preferred. The scores of the k experts are their
     weights. A bias is added to the scores only for the choice, and has no gradient: `rebalanced`
@@ -104,8 +105,8 @@ class Statistics(NamedTuple):
             moves the router towards an even load.
         z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
             (Zoph et al., arXiv 2202.08906).
-        entropy: the entropy of a token's shares in nats, not differentiated; log(E) without any
-            preference.
+        entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
+            prefers no expert. It has no gradient.
         load: the share of all choices that fall on each expert. This share times k and the number
             of tokens is the number of tokens that the expert gets.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
@@ -153,11 +154,11 @@ def statistics(
 def rebalanced(
     bias: Float[Array, "*layers experts"], load: Float[Array, "*layers experts"], rate: float
 ) -> Float[Array, "*layers experts"]:
-    """Returns the bias of the next step.
+    """Returns the experts' bias for the next step, which makes the load more even.
 
-    The bias of an expert rises by `rate` if its load is below the mean, and falls by `rate` if it
-    is above. A load that differs from the mean only by rounding counts as even, so the bias does
-    not depend on the order of the sum.
+    `load` is each expert's load in this step. The bias of an expert rises by `rate` if its load is
+    below the mean, and falls by `rate` if it is above. A load that differs from the mean only by
+    rounding counts as even, so the bias does not depend on the order of the sum.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
     batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of

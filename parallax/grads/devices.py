@@ -80,7 +80,7 @@ def accumulated(
 
     Raises:
         ValueError: the leaves' first dims differ, or are no multiples of `microbatches`; or `grad`
-            is `clipped`, and there are several microbatches.
+            was made by `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -112,7 +112,8 @@ def accumulated(
             return jax.tree.map(add, sums, gradients), value
 
         # All sums are 0 when the scan begins, in float32 or wider, and only a trace of `grad` gives
-        # their shapes. If no taps are recorded, `recording.numbered` returns None.
+        # their shapes. `recording.numbered` returns the microbatches' numbers, for taps; if no taps
+        # are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -253,8 +254,19 @@ def summed(
 
     It is for devices that each compute a part of one loss. In sequence parallelism, for example,
     each device normalises only some of the tokens, so its gradient of a norm's weight is a term of
-    the sum. With `loss`, each device's loss is a term too, and the losses are summed. Without it,
-    the loss may already be a sum or mean over `axis`. Everything else is as in `averaged`.
+    the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own type.
+
+    Args:
+        grad: a gradient function.
+        axis: the axis, or the axes, of the devices that compute the parts.
+        loss: whether each device's loss is a term too, so that the losses are summed. Otherwise the
+            loss is returned as it is; it may already be a sum or mean over `axis`.
+        aux: a function `(values, axis)` that combines the auxiliary values of the devices.
+        reduced: picks the parameters whose gradients are summed in the backward pass: see
+            `reduced_in_backward`.
+
+    Raises:
+        ValueError: the gradients are already summed over `axis`, or another error of `averaged`.
     """
 
     axis = Axis.of(axis)
@@ -305,10 +317,10 @@ def value_and_sums(
     Args:
         local: the results of the gradient function on this device.
         axis: the axis to sum over.
-        finish: `finish(sum, term)` makes the result, of each gradient and of the loss, from its sum
-            and from this device's term.
-        aux: as in `averaged`.
-        loss: whether the loss is summed; `finish` gets it in either case.
+        finish: `finish(sum, term)` makes the result from the sum over devices and from this
+            device's term. It is called for each gradient and for the loss.
+        aux: a function `(values, axis)` that combines the auxiliary values of the devices.
+        loss: whether the loss is summed. If not, `finish` gets this device's loss as the sum.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
             `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
             remain.
@@ -361,11 +373,14 @@ def local_gradients(
         batch: this device's batch.
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
-        reduced: as in `averaged`: the parameters that it picks are not declared varying.
+        reduced: picks parameters, such as `lambda model: model.blocks`. They are not declared
+            varying, since their gradients are summed in the backward pass.
         mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:
-        ValueError: as `averaged` does.
+        ValueError: the loss or the gradients are already reduced over `axis`; a parameter is a
+            share along `axis`, and the loss uses it as if it were whole; or another error of
+            `averaged`.
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
@@ -439,11 +454,12 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
-    """Raises `ValueError` if the gradients were summed along one of `names` before.
+    """Raises `ValueError` if the gradients were summed along one of `names` before. `declared` are
+    the parameters as the gradient function got them.
 
     The gradient of a parameter that is declared varying varies too, unless a sum over devices made
     it the same on all. A mean over devices does not change gradients that are the same on all. So
-    with `mean` they are refused only if the loss varies, since then the loss was not summed as they
+    with `mean` the gradients are refused only if the loss varies: it was then not summed as they
     were.
     """
     leaves = jax.tree.leaves(gradients)
@@ -575,9 +591,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # devices send in one order.
     before = tree
     # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
-    # order of the groups must only be the same in all processes, which trace one program: that of a
-    # set would differ. Here the group with the most axes comes first, and groups with equally many
-    # axes keep the order of the leaves.
+    # order of the groups must be the same in all processes, since they must trace one program; the
+    # order of a set could differ between them. Here the group with the most axes comes first, and
+    # groups with equally many axes keep the order of the leaves.
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]

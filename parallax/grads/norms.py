@@ -58,7 +58,7 @@ def check_max_norm(where: str, max_norm: Any) -> None:
 @dataclass(frozen=True)
 class Clipped:
     """The gradient function that `clipped` returns. It has a type of its own, so that
-    `refuse_clipped` can recognise it."""
+    `refuse_clipped` can recognise it. `axes` are those whose algorithms reduce the norm."""
 
     grad: Grad
     max_norm: float

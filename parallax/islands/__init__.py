@@ -1,6 +1,6 @@
 """Islands: groups of devices that train separately and exchange their changes once in many steps.
 
-`local` takes the train step of one island and returns the step of all islands (DiLoCo).
+`local` takes the train step of one island and returns the step of all islands, as in DiLoCo.
 """
 
 from parallax.islands.fragments import (

@@ -4,8 +4,8 @@ Islands exchange their changes in a *round*, every H steps. With F fragments, fr
 rounds k*H/F steps after fragment 0. So the largest number of bytes that one step moves between
 islands falls by a factor of about F.
 
-A *part* of a model is a tree with the model's paths, with None for leaves that are not in it. A
-leaf of stacked layers may be in a part with some of its layers.
+A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
+part. A leaf of stacked layers may be in a part with only some of its layers.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
@@ -23,7 +23,7 @@ from parallax._typing import PyTree, Specs
 
 
 class Fragment(NamedTuple):
-    """A part of a model.
+    """A way to take a part out of a model, and to put it back.
 
     Attributes:
         get: takes a model and returns the part of it.
@@ -34,6 +34,7 @@ class Fragment(NamedTuple):
     put: Callable[[PyTree, PyTree], PyTree]
 
 
+# A function that returns the fragments of a model.
 Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
@@ -41,12 +42,12 @@ class Stream(NamedTuple):
     """The fragments that rounds exchange, and how the results are used.
 
     Attributes:
-        fragments: returns the fragments of a model, or of its shapes: `whole_model`,
-            `by_path(...)` or `by_layers(...)`.
-        delay: the steps between the exchange of a fragment and the use of its result; below
-            `every`.
-        mixing: the factor of an island's own weights in their mean with the new weights: with 0 the
-            island takes the new weights, with 1 it keeps its own.
+        fragments: a function that returns the fragments of a model, or of its shapes:
+            `whole_model`, `by_path(...)` or `by_layers(...)`.
+        delay: the steps between the exchange of a fragment and the use of its result; fewer than
+            the steps between two rounds.
+        mixing: a number from 0 to 1. In a round an island takes `mixing` times its own weights plus
+            `1 - mixing` times the new weights.
     """
 
     fragments: Fragments
@@ -68,7 +69,8 @@ def _joined(model: PyTree, part: PyTree) -> PyTree:
 
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
-    """Returns a function that makes a fragment for each glob of paths, or for each list of globs.
+    """Returns a function from a model to its fragments, one for each argument. An argument is a
+    glob of paths or a list of globs. Its fragment has the leaves whose path matches one of them.
 
     An example is `by_path("blocks.**", ("embedding", "norm.**"))`.
     """
@@ -85,18 +87,21 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
         return Fragment(lambda model: jax.tree.map_with_path(leaf_of, model), _joined)
 
     def fragments(model):
+        """Returns the fragments, which depend on the patterns only and not on the model."""
         return tuple(map(fragment, patterns))
 
     return fragments
 
 
 def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.blocks) -> Fragments:
-    """Returns a function that makes `count` fragments of consecutive layers, and one of the rest.
+    """Returns a function from a model to its fragments: `count` fragments of consecutive layers,
+    and one fragment of all other leaves.
 
     Args:
         count: the number of groups of layers, which are as equal as possible.
-        where: takes a model and returns its blocks. Their leaves are stacked layers: [L, ...], or
-            [v, L / v, ...] for a pipeline of v chunks per stage. The first dim is cut into groups.
+        where: takes a model and returns its blocks. The leaves of the blocks are stacked layers:
+            [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. Their first dim is
+            cut into groups.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
@@ -107,15 +112,16 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
-                f"islands.by_layers(count={count}) cuts the first dim of all blocks, which must be "
-                f"the same and at least count; got the sizes {sorted(sizes)}. Use a smaller "
-                "count, or by_path."
+                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves. All "
+                f"must have the same size of this dim, at least count; got the sizes "
+                f"{sorted(sizes)}. Use a smaller count, or by_path."
             )
         layers = sizes.pop()  # or chunks: the size of the first dim
-        # Integer bounds: the groups differ by one layer at most.
+        # The bounds of the groups are rounded down, so groups differ by one layer at most.
         bounds = [layers * k // count for k in range(count + 1)]
 
         def without_blocks(model):
+            """Returns the model with None for the leaves of the blocks."""
             return eqx.tree_at(where, model, _nones(where(model)))
 
         groups = [_layers(where, start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -129,8 +135,8 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
 
     def get(model):
         """Returns the layers of the model's blocks, and None for all other leaves."""
-        # `tree_at` replaces the leaves of the blocks. They are None here, which counts as a leaf
-        # only with `is_leaf`.
+        # `tree_at` replaces the leaves of the blocks in a tree in which all leaves are None. None
+        # counts as a leaf only with this `is_leaf`.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
         return eqx.tree_at(where, _nones(model), layers, is_leaf=lambda x: x is None)
 
@@ -153,18 +159,25 @@ def _nones(tree: PyTree) -> PyTree:
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """Returns the fragments of `model`, after a check that each element is in exactly one.
+    """Returns the fragments of `model`, after a check that each element of the model is in exactly
+    one fragment.
 
-    The check only counts the elements of each leaf, and compares shapes. The leaves of `model` are
-    arrays or shapes, and `specs` are their specs.
+    The check computes nothing: it counts the elements of each leaf in all fragments, and compares
+    shapes.
+
+    Args:
+        stream: has the function that makes the fragments.
+        model: the model, or the shapes of its arrays.
+        specs: the specs of the model's leaves; None leaves out the check of split dims.
 
     Raises:
         ValueError: an element is in no fragment, or in two; a fragment reshapes a leaf; or, with
             `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
-    sizes: dict[str, int] = {}  # by path, the elements that the fragments have together
-    # By path: the leaves of the model, and their specs.
+    # `sizes` has, by path, the number of elements that all fragments together have of a leaf.
+    # `wholes` has the leaves of the model by path, and `splits` their specs.
+    sizes: dict[str, int] = {}
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
     for fragment in fragments:
@@ -172,14 +185,14 @@ def checked_fragments(
             name = trees.dotted(path)
             sizes[name] = sizes.get(name, 0) + leaf.size
             shape = wholes[name].shape
-            # A part has the leaf's dims, each in full or cut.
+            # A part of a leaf must have as many dims as the leaf, and no dim may be larger.
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
                 raise ValueError(
                     f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
                     f"of {shape}, its shape in the model. Take the leaf, or some of its layers, "
                     "with the dims that it has."
                 )
-            # The dims that are split over devices, and of which the fragment has only a part.
+            # The dims that are split over devices, if the fragment has only a part of the dim.
             cut = [
                 dim
                 for dim, entry in enumerate(splits.get(name, ()))

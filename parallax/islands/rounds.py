@@ -12,9 +12,9 @@ outer weights W and island i's weights w_i,
 So delta is the outer optimizer's gradient: an update against it moves W towards the islands.
 Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism;
 with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of the model that
-a round exchanges. In the code, `inner` is the state of this island, `state` is the state of all
-islands, `names` are the mesh axes of the islands, and `present` says which islands take part in a
-round.
+a round exchanges. In the code, `inner` is the training state of this island, `state` is the state
+of all islands (`State`, in state.py), `names` are the mesh axes of the islands, and `present` says
+which islands take part in a round. On a device an array [islands, ...] is [1, ...].
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -73,8 +73,8 @@ def local(
     `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
     and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step. The mean is over the present islands; absent islands continue with their own weights
-    until a later round. A round without present islands changes nothing.
+    this step; None stands for all. The mean is over the present islands; absent islands continue
+    with their own weights until a later round. A round without present islands changes nothing.
 
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
@@ -107,15 +107,16 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
-    # `checked` refuses an update that mixes the elements of a leaf that is split.
+    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
-        """Returns the state and info after one step of each island, and the rounds that are due.
+        """Returns the state and info after one step of each island, and after the rounds that are
+        due in this step.
 
-        `_alone` runs `train` without the islands' axis. `_local_state` drops the dim of islands
-        from a device's arrays, and `_stacked` restores it. `_when` changes the states only if a
-        round is due. The arrays of `info` get a first dim of islands.
+        `_local_state` drops the dim of islands from a device's arrays, and `_stacked` restores it.
+        `_alone` runs `train` on one island, as if there were no others. `_when` changes the states
+        only if a round is due. The arrays of `info` get a first dim of islands.
         """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
@@ -125,8 +126,8 @@ def local(
             first = every * k // len(parts)
             exchange = _Round(part, k, update, axis, stream.mixing, present)
             is_due = _is_due(inner.step, first, every)
-            # With a delay, a round starts in one step and its result is used `delay` steps later:
-            # the messages travel while the islands train on.
+            # With a delay, a round starts in one step, and its result is used `delay` steps later.
+            # Meanwhile the messages travel and the islands train on.
             if not stream.delay:
                 inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
@@ -141,7 +142,7 @@ def local(
 
 def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
     """Returns whether step `number` is `first` plus a multiple of `every`; never at step 0."""
-    # Before the first step all islands are equal, and a round would send zeros.
+    # At step 0 all islands are equal, and a round would send zeros.
     return (number > 0) & ((number - first) % every == 0)
 
 
@@ -154,15 +155,15 @@ def _inner(state: Any) -> Any:
 
 
 class _Round(eqx.Module):
-    """A round of fragment `k`: the exchange (`sent`), and the outer optimizer's step with its
-    result (`received`).
+    """A round of fragment `k`. It has two parts: `sent` exchanges the islands' changes, and
+    `received` makes the outer optimizer's step with the result.
 
     Attributes:
         part: the fragment.
         k: its number: the index into `optimizer`, `error` and `sent` of the state.
         update: the outer optimizer's `update`.
         axis: the axis of the islands, or `ErrorFeedback`.
-        mixing: the weight of an island's own weights, as in `Stream`.
+        mixing: the share of an island's own weights in its weights after a round.
         present: whether each island takes part; None if all do.
     """
 
@@ -174,8 +175,8 @@ class _Round(eqx.Module):
     present: Bool[Array, " islands"] | None
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all, after an exchange and its
-        use."""
+        """Returns `(inner, state)`, the states of this island and of all islands, after a whole
+        round: the exchange, and the outer optimizer's step with its result."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
@@ -183,38 +184,43 @@ class _Round(eqx.Module):
         """Returns `(inner, state)`, the states of this island and of all islands, after an
         exchange.
 
-        The exchange's result and the new rounding errors are stored in `state`, for `finish`.
+        The weights do not change yet: the exchange's result and the new rounding errors are stored
+        in `state`, and `finish` uses the result in a later step.
         """
         inner, state = states
 
         def stored(state):
+            """Returns the two places of the state in which they are stored."""
             return state.sent[self.k], state.error[self.k]
 
         # An exact exchange has no error, so None must count as a leaf.
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all, after a stored result is
-        used."""
+        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
+        optimizer's step with the result that `start` stored."""
         inner, state = states
         sent = state.sent[self.k]
         assert sent is not None  # since a stream with a delay has such a result in its state
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges the changes of this round's fragment.
+        """Exchanges the changes W - w_i of this round's fragment between islands.
 
-        Returns the mean change of the present islands, and this island's new rounding error.
+        Returns two things: a `SentChanges`, with the mean change of the present islands, and this
+        island's new rounding error, which is None if the exchange is exact.
         """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
         present = everyone if self.present is None else jnp.asarray(self.present)
-        # [islands], the same on all devices; `varying` allows each to read its own entry.
+        # `present` is [islands] and the same on all devices. `varying` changes only its type, so
+        # that each device may read the entry of its own island.
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
             """Returns W - w_i of a leaf, or zeros if this island is absent."""
-            # The difference of two near numbers would lose most of the bits of a bfloat16.
+            # The two numbers are near each other: in bfloat16 the difference would lose most of
+            # its bits, so it is taken in a wider type.
             kind = accumulation_dtype(outer.dtype)
             change = outer.astype(kind) - local.astype(kind)
             return jnp.where(is_present, change, jnp.zeros((), kind))
@@ -223,8 +229,8 @@ class _Round(eqx.Module):
         local_weights = self.part.get(_trained(inner.model, state.model))
         delta = jax.tree.map(changed, self.part.get(state.model), local_weights)
         total, error = self._total(delta, state.error[self.k], is_present)
-        # The divisor is at least 1: without present islands, total and count are 0, and 0 / 0 is
-        # NaN.
+        # Without present islands, total and count are 0. The divisor is at least 1, since 0 / 0
+        # would be NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
         # `present` is an array [islands] split over the islands: one entry on each device.
         return SentChanges(mean, count > 0, is_present[None]), error
@@ -232,13 +238,19 @@ class _Round(eqx.Module):
     def _total(
         self, delta: PyTree, error: PyTree, is_present: Bool[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        """Returns the sum of the islands' changes, and this island's new rounding error."""
-        # An exact exchange has no error: `error` is None.
+        """Returns the sum of the islands' changes, and this island's new rounding error.
+
+        Args:
+            delta: this island's change, a tree of arrays.
+            error: this island's rounding error from the last exchange; None if the exchange is
+                exact.
+            is_present: whether this island takes part. If not, its `delta` is 0.
+        """
         if not isinstance(self.axis, ErrorFeedback):
             return Axis.of(self.axis).all_reduce(delta), error
 
         # `all_reduce` adds the given error to the change, and returns the new rounding error. An
-        # absent island sends zeros, and keeps the error that it has not sent yet.
+        # absent island must send zeros: it passes an error of 0, and keeps its own error for later.
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 
@@ -251,31 +263,33 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns `(inner, state)` after the outer optimizer's step with the change `sent.mean`.
+        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
+        optimizer's step with the mean change `sent.mean`.
 
         `sent.some` says whether any island was present, and `sent.present` whether this one was.
         Each present island takes the new outer weights, mixed with its own if `mixing` is not 0. If
-        no island was present, no weights change.
+        no island was present, no weights change. `error` is the rounding error to store in `state`.
         """
 
         def if_any_present(new, old):
             return jnp.where(sent.some, new.astype(old.dtype), old)
 
-        # `sent.present` is [islands] split over the islands: one number here.
+        # `sent.present` is [islands], split over the islands: it has one entry on this device.
         def if_present(new, old):
             return jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)
 
         weights = self.part.get(state.model)
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
-        # Momentum would move the weights even with a change of zero: without present islands, both
-        # the weights and the momentum stay as they were.
+        # Momentum would move the weights even if the mean change is zero. So if no island was
+        # present, the old weights and the old momentum are kept.
         weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
         moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
         local = _trained(inner.model, state.model)
         local_part = jax.tree.map(if_present, weights, self.part.get(local))
         model = eqx.combine(self.part.put(local, local_part), inner.model)
-        # In the order of the fields: inner, model, optimizer, error, sent.
+        # The fields of `State` are inner, model, optimizer, error, sent. `step` in `local` puts the
+        # new inner state into its place at the end.
         new = State(
             state.inner,
             self.part.put(state.model, weights),
@@ -288,7 +302,7 @@ class _Round(eqx.Module):
 
 def _mixed(new: Array, old: Array, mixing: float) -> Array:
     """Returns the mean of new and old weights, in which the old ones have the weight `mixing`."""
-    # Without mixing, 0 times an infinite old weight would be NaN.
+    # If mixing is 0, the old weights must not be used: 0 times an infinite weight would be NaN.
     return new if mixing == 0 else mixing * old + (1 - mixing) * new
 
 
@@ -298,9 +312,8 @@ def _with(items: tuple, k: int, item: Any) -> tuple:
 
 
 def _trained(model: PyTree, outer: PyTree) -> PyTree:
-    """Returns the leaves of an island's `model` at the paths of `outer`, the outer weights.
-
-    These are the leaves that the outer optimizer trains.
+    """Returns the leaves of an island's `model` that the outer optimizer trains: those at the paths
+    of `outer`, the outer weights. Other leaves are None.
     """
     leaves = dict(jax.tree.leaves_with_path(model))
     return jax.tree.map_with_path(lambda path, leaf: leaves[path], outer)
@@ -309,14 +322,16 @@ def _trained(model: PyTree, outer: PyTree) -> PyTree:
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], states: Any) -> Any:
     """Returns `change(states)` if the predicate is true, else `states`.
 
-    The predicate must be the same on all devices: `change` may hold collectives.
+    The predicate must be the same on all devices, since `change` may have collectives that all
+    devices must run.
     """
-    # Both branches of a `cond` must return the same types, with the same varying axes.
+    # Both branches of a `cond` must return the same types, also the same varying axes. So the
+    # arrays after `change` are cast to the varying axes that they had before.
     arrays, static = eqx.partition(states, trees.is_array)
     axes = jax.tree.map(varying_axes, arrays)
 
     def changed(arrays):
-        """Returns the arrays after `change`, typed as varying along the axes from before."""
+        """Returns the arrays after `change`, typed as varying along the same axes as before."""
         new = eqx.filter(change(eqx.combine(arrays, static)), trees.is_array)
         return jax.tree.map(varying, new, axes)
 
@@ -324,9 +339,10 @@ def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], states: Any)
 
 
 def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
-    """Returns this island's state from `inner`, whose arrays [islands, ...] are [1, ...] here.
+    """Returns this island's state, without the dim of islands. The arrays of `inner` are
+    [islands, ...] and split over the islands, so they are [1, ...] on this device.
 
-    The number of the step has no dim of islands.
+    The number of the step has no dim of islands. `names` are the axes of the islands, for an error.
     """
 
     def without_island_dim(path, x):
@@ -369,7 +385,8 @@ def _map_arrays(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
 
 
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns `train` as if there were one island: inside, no type varies along `names`.
+    """Returns a function that runs `train` on one island, as if there were no others: inside, no
+    type varies along `names`, the axes of the islands.
 
     A train step sums over the axes along which its values vary, for example for the norm of its
     gradients. Without the islands' axis in the types, it sums inside the island only. No operation
@@ -377,19 +394,24 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
     """
 
     def hidden(x):
-        """Returns `x` without the islands' axis in its type, as if all islands had the same."""
+        """Returns `x` without the islands' axis in its type, as if it were equal on all islands."""
         axes = tuple(name for name in varying_axes(x) if name in names)
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
-        """Returns the island's state and info after `train`, which vary along `names` again."""
+        """Returns the island's state and info after `train`. Their types vary along `names` again.
+
+        `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
+        are static: they are taken out before, and put back afterwards.
+        """
         _check_split(batch, names)
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         static_results = []
 
         def traced(arrays):
-            """Returns the arrays of the results of `train`; other leaves go to `static_results`."""
+            """Returns the arrays among the results of `train`. The other leaves are appended to
+            `static_results`."""
             inner, batch, limit = eqx.combine(arrays, static)
             results = train(inner, batch) if limit is None else train(inner, batch, limit)
             result_arrays, static_part = eqx.partition(results, trees.is_array)
@@ -413,9 +435,10 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if no array of the batch varies along all axes of the islands.
+    """Raises `ValueError` if no array of the batch varies along all axes of the islands: then the
+    batch is the same on all islands, and all would train the same model.
 
-    One island, or a batch without arrays, is accepted.
+    If there is only one island, or if the batch has no arrays, nothing is raised.
     """
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if (

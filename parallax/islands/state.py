@@ -1,10 +1,11 @@
 """The state of islands: a training state for each, and the outer weights of all.
 
 Each island has *inner* arrays of its own: they are stacked to [islands, ...], and the first dim is
-split over the islands. *Outer* arrays are the same on all islands. A *fragment* is the part of the
-model that a round exchanges; each fragment has its own outer optimizer state. The number of the
-step, `step`, is one number for all islands, without a dim of islands; `_step(inner)` returns it,
-and `_inner(state)` the inner state.
+split over the islands. *Outer* arrays are the same on all islands. In a *round* the islands
+exchange their changes, and the outer optimizer changes the outer weights. A *fragment* is the part
+of the model that a round exchanges; each fragment has its own outer optimizer state. The number of
+the step, `step`, is one number for all islands, without a dim of islands. `_step(inner)` returns
+it, and `_inner(state)` returns the inner state.
 """
 
 import math
@@ -27,7 +28,7 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """The result of an exchange that no island has used yet. The specs of such a result are a
+    """The result of an exchange that no island has used yet. The specs of its arrays are kept in a
     `SentChanges` too.
 
     Attributes:
@@ -42,17 +43,17 @@ class SentChanges(eqx.Module):
 
 
 class State(eqx.Module):
-    """The state that a step of islands changes. The specs of such a state are a `State` too.
+    """The state that a step of islands changes. The specs of its arrays are kept in a `State` too.
 
     Attributes:
-        inner: the state of each island: arrays have a first dim, [islands, ...], except `step`,
-            which is one number for all.
+        inner: the states of all islands: arrays are [islands, ...], except `step`, which is one
+            number for all islands.
         model: the outer weights: the trained leaves after the last round; None for other leaves.
-        optimizer: the state of the outer optimizer, for each fragment.
-        error: the rounding error of int8 for each fragment, [islands, ...]; None if the exchange is
-            exact.
-        sent: the result of an exchange that waits for its use, for each fragment; None without a
-            delay.
+        optimizer: for each fragment, the state of the outer optimizer.
+        error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
+            next exchange adds to the changes; None if the exchange is exact.
+        sent: for each fragment, the result of an exchange that waits for its use; None if results
+            are used at once.
     """
 
     inner: step.State
@@ -63,7 +64,7 @@ class State(eqx.Module):
 
     @property
     def step(self) -> Any:
-        """The number of steps of each island: an int32 scalar."""
+        """The number of steps that each island has taken: an int32 scalar."""
         return self.inner.step
 
 
@@ -93,17 +94,18 @@ def init(
 ) -> tuple[State, State]:
     """Returns the state of islands that all begin as `state`, and the specs of that state.
 
-    No device holds more than its islands' blocks.
+    The arrays are made on their own devices: a device never holds the blocks of all islands.
 
     Args:
         state: the state of one island, on `mesh`, the same on all islands, as `step.init` makes it.
-        specs: the specs of `state`, which name no axis of the islands.
-        outer: the outer optimizer.
+        specs: the specs of `state`. They must not name the axis of the islands.
+        outer: the outer optimizer, which changes the outer weights in a round.
         mesh: the mesh, with the axis of the islands.
-        axis: the axis of the islands, as in `islands.local`, which makes their step.
+        axis: the axis of the islands, with or without an algorithm, or `ErrorFeedback(axis)` for an
+            exchange in int8. It must be the `axis` that `islands.local` gets.
         stream: the fragments and their delay, as in `islands.local`.
-        trainable: the leaves that the outer optimizer trains, as in `step.init`. Other leaves
-            differ between islands.
+        trainable: the leaves that the outer optimizer trains, as in `step.init`. Islands do not
+            exchange the other leaves.
 
     Raises:
         ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
@@ -123,30 +125,40 @@ def state_init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """Returns a `StateInit` of the state of islands, from the state of one island or its shapes.
+    """Returns a `StateInit`: a function that makes the state of islands from the state of one
+    island, and the shapes and the specs of the result.
 
-    The arguments are as in `init`. Nothing is computed until the result's `init` is called.
+    Nothing is computed until the function is called, so the shapes of the state of one island are
+    enough here.
+
+    Args:
+        state: the state of one island, or its shapes.
+        specs: the specs of `state`.
+        outer: the outer optimizer.
+        mesh: the mesh, with the axis of the islands.
+        axis: the axis of the islands, or `ErrorFeedback(axis)` for an exchange in int8.
+        stream: the fragments and their delay.
+        trainable: the leaves that the outer optimizer trains.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
 
-    # `trainable` may pick whole numbers too, which an optimizer cannot train.
     def trained(model):
+        """Returns the trained leaves. `trainable` may also pick whole numbers, and these are left
+        out: an optimizer cannot train them."""
         return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
     weights = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
     parts = fragments.checked_fragments(stream, weights, specs.model)
-    # An int8 exchange keeps its rounding errors, and with a delay the result of an exchange waits.
+    # An int8 exchange keeps its rounding errors in the state. With a delay, the result of an
+    # exchange waits in the state.
     has_feedback, waits = isinstance(axis, ErrorFeedback), stream.delay > 0
 
     def make(arrays):
-        """Returns the arrays of the islands' state from the arrays of one island's state.
-
-        `parts` are the fragments of the model: `weights_of` are the trained weights of each.
-        """
+        """Returns the arrays of the state of islands, from the arrays of one island's state."""
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (islands, *x.shape)), arrays)
         weights = trained(arrays.model)
-        weights_of = [part.get(weights) for part in parts]
+        weights_of = [part.get(weights) for part in parts]  # the trained weights of each fragment
         error = [_zeros(part, islands) if has_feedback else None for part in weights_of]
         sent = [_nothing_sent(part, islands) if waits else None for part in weights_of]
         # The step's number is one for all islands, so it is put back without a dim of islands. The
@@ -166,12 +178,14 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
+        """Returns a state with the leaves of one island's state that are no arrays."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def init(state):
+        """Returns the state of islands that all begin as `state`."""
         return with_static(begin(eqx.filter(state, trees.is_array)))
 
     shapes = jax.tree.map(with_sharding, jax.eval_shape(make, arrays), shardings)
@@ -201,11 +215,12 @@ def _specs(
     """
     by_path = trees.by_path(specs.model)
 
-    # A fragment has only some of the model's leaves, so specs are found by path.
+    # A fragment has only some leaves of the model, so the spec of a leaf is found by its path.
     def spec_of(tree):
         return jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
 
     def stacked(tree):
+        """Returns the specs with a first dim that is split over the islands."""
         return jax.tree.map(lambda spec: P(names, *spec), tree, is_leaf=trees.is_spec)
 
     # Only inner arrays are stacked. The fields of `step.State` are model, optimizer, step, scale.
@@ -223,7 +238,7 @@ def _specs(
 
 
 def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
-    """Returns zeros [*first_dims, ...] for each weight, in the dtype of the weights' sums."""
+    """Returns zeros [*first_dims, ...] for each weight, in the dtype in which sums are kept."""
 
     def zeros(w):
         return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
@@ -261,17 +276,19 @@ def joint_model(state: State) -> PyTree:
 
 
 def shapes_for_islands(shapes: State, islands: int) -> State:
-    """Returns the shapes of a state saved by `islands` islands, to restore it from a checkpoint.
+    """Returns the shapes of a state that was saved by `islands` islands, to restore that state from
+    a checkpoint.
 
-    `shapes` are the shapes for the mesh's own number of islands. The saved number need not be a
-    multiple of the size of the mesh's axis, so each device reads the blocks of all saved islands.
+    `shapes` are the shapes for the number of islands of the present mesh. The saved islands may not
+    divide evenly over the mesh, so their dim is not split: each device reads the blocks of all
+    saved islands.
     """
 
     def resized(x):
         """Returns the shape of an array [islands, ...] with the saved number of islands."""
         if not trees.is_array(x):
             return x
-        # The first dim is not split: its new size need not be a multiple of the axis's size.
+        # None: the first dim is not split.
         whole = jax.sharding.NamedSharding(x.sharding.mesh, P(None, *x.sharding.spec[1:]))
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
@@ -297,19 +314,22 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         state = checkpoints.restore(like).state
         state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
-    All islands continue with the outer weights. If there were n islands before, island i takes the
-    state of the inner optimizer, and the leaves that are not trained, from island i mod n.
-    Exchanges under way and rounding errors are dropped.
+    `shapes` are the shapes of a state for the new number of islands. All islands continue with the
+    outer weights. If there were n islands before, island i takes the state of the inner optimizer,
+    and the leaves that are not trained, from island i mod n. Exchanges under way and rounding
+    errors are dropped.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns the tree with each island's arrays from the old island that it continues."""
+        """Returns arrays [islands, ...] from arrays [islands before, ...]: each new island has the
+        arrays of the old island that it continues."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
+        """Returns zeros [islands, ...] in place of arrays [islands before, ...]."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
@@ -320,12 +340,12 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def resized(state):
-        """Returns the state with a first dim of `islands` in the arrays of `inner`.
+        """Returns the state of `islands` islands, from the arrays of the old state.
 
-        Every island starts from the outer weights, `state.model` (None for leaves that are not
-        trained). It takes all other leaves and the inner optimizer's state from an old island
-        (`sources`). Rounding errors and exchanges under way become zero: they belong to islands
-        that may be gone.
+        Every island starts from the outer weights, `state.model`, which has None for leaves that
+        are not trained. It takes these leaves and the inner optimizer's state from an old island
+        (`sources`). Rounding errors and exchanges under way become zero, since they belong to
+        islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)
@@ -338,7 +358,7 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         sent = tuple(map(nothing_sent, state.sent))
         return State(new, state.model, state.optimizer, zeros(state.error), sent)
 
-    # None leaves it to JAX where an array is placed.
+    # If a shape has no sharding, None lets JAX choose where the array is placed.
     array_shapes = eqx.filter(shapes, trees.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), array_shapes)
     new_state = eqx.combine(jax.jit(resized, out_shardings=shardings)(arrays), static)
@@ -346,12 +366,13 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
 
 
 def _islands(model: PyTree) -> int:
-    """Returns the number of islands: the first dim of all arrays of a stacked model."""
+    """Returns the number of islands: the first dim of any array of a stacked model."""
     return next(leaf.shape[0] for leaf in jax.tree.leaves(model) if trees.is_array(leaf))
 
 
 def _losses(state: State, before: int, islands: int) -> list[str]:
-    """Returns a phrase for each thing that is lost when `before` islands become `islands`."""
+    """Returns a phrase for each thing that is lost when the number of islands changes from
+    `before` to `islands`."""
     lost = ["the inner steps since the last round, on every island, if there were any"]
     if islands < before:
         lost.append(

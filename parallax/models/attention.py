@@ -25,8 +25,8 @@ def grouped(
     wider.
 
     Query head h attends to the keys and values of head h // (H / G), so neighbouring heads share
-    them. With G = H this is the attention of Vaswani et al., with G = 1 multi-query attention. The
-    B H T S scores are in memory at once, for S keys.
+    them. With G = H this is the attention of Vaswani et al., with G = 1 multi-query attention. All
+    B H T S scores, for S keys, are in memory at once.
 
     Args:
         q: the queries of H heads.
@@ -35,8 +35,9 @@ def grouped(
         first: the place of the first query among the keys: query t sees the keys 0 to `first` + t.
         segments: the number of each token's document; tokens of different documents do not see each
             other. The queries must then be of all tokens, as the keys are.
-        sharers: H / G of the whole model. It is checked, so that a shard that did not pick its
-            groups is refused; None: not checked.
+        sharers: the number of heads of queries that share a head of keys in the whole model. A
+            shard is refused if it has more or fewer heads of keys than its queries attend to.
+            None: this is not checked.
 
     Raises:
         ValueError: H is no multiple of G, or the shard does not have `sharers` heads of queries for

@@ -1,4 +1,4 @@
-"""Checks the numbers of a configuration, which are Python's, NumPy's or from a file."""
+"""Checks the numbers of a configuration: numbers of Python or NumPy, or values from a file."""
 
 import math
 import operator
@@ -86,7 +86,9 @@ class Checked(NamedTuple):
 
 
 def divisor(number: int, most: int) -> int:
-    """Returns the largest divisor of `number` that is not above `most`."""
+    """Returns the largest divisor of `number` that is not above `most`. Errors propose it in place
+    of a number that does not divide.
+    """
     small_divisors = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     # Each divisor above the square root is `number` divided by one below it.
     divisors = (*small_divisors, *(number // n for n in small_divisors))

@@ -9,9 +9,9 @@ its state on the devices that keep it.
     state, info = made.train(state, windows)
 
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
-model, a `Layout` the sizes of the axes, and a `Compute` all other choices. The L blocks are one
-tree, whose arrays are [L, ...]; in a pipeline with v chunks per stage they are [v, L / v, ...]. A
-model's *static* leaves are those that are not arrays.
+model. A `Layout` has the sizes of the axes, and a `Compute` has all other choices. The L blocks are
+one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the arrays are [v, L / v, ...].
+A model's *static* leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -68,8 +68,11 @@ class Train(Protocol):
         limit: Float[ArrayLike, ""] | None = None,
         /,
     ) -> tuple[State, Info]:
-        """Returns the state after the step, and the step's loss and gradient norm. The arguments
-        are as in `TrainStep.train`.
+        """Returns the state after the step, and the step's loss and gradient norm.
+
+        `windows` are sequences of T + 1 tokens, and `weights` the weights of their last T tokens in
+        the loss; None: all are 1. If the loss is above `limit`, the step changes nothing; None:
+        there is no limit.
         """
         ...
 
@@ -128,9 +131,9 @@ def train_step(
     """Returns the train step `(state, windows) -> (state, info)` of a decoder over data x stage x
     context x tensor, and the function that makes its state.
 
-    The step donates the state. `windows` is the global batch, [batch, T + 1] tokens, placed or not.
-    The weights and the dropout masks come from `key` and from logical positions, so every layout
-    computes the same run.
+    The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
+    on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
+    the whole model and batch, so every layout computes the same run.
 
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
@@ -146,9 +149,9 @@ def train_step(
         compute: the choices that the layout does not make.
 
     Raises:
-        ValueError: the layout does not divide the model or the batch, or is not the mesh's;
-            `compute.axes` names an axis that the layout lacks; or a context axis splits the tokens,
-            and the attention is over each device's own tokens only.
+        ValueError: the layout does not divide the model or the batch; the mesh has another size
+            along an axis of the layout; `compute.axes` names an axis that the layout lacks; or a
+            context axis splits the tokens, and the attention is over each device's own tokens only.
     """
     layout.check(config.sizes | {"batch": batch})
     _check(family, layout, mesh, compute)
@@ -171,8 +174,9 @@ def train_step(
         # The same function, which also reports the gradients to a recording by `bisect`.
         return decoder_taps.gradients(weighted_grad, specs)
 
-    # Under ZeRO-1 and ZeRO-2 a device has all its weights, but its share of the gradients and of
-    # the optimizer's state. Under ZeRO-3 the weights are shares too: a plain optimizer fits.
+    # Under ZeRO-1 and ZeRO-2 a device has all its weights, but only a share of the gradients and of
+    # the optimizer's state. `zero.sharded` computes the updates of that share, and gathers them.
+    # Under ZeRO-3 a device has the same share of all three, so a plain optimizer fits.
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
     local = make(
@@ -205,8 +209,9 @@ def _planned_state(
 ) -> tuple[Planned, Specs]:
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    The optimizer gets gradients that are split like its state. Under ZeRO-1 and ZeRO-2, its state
-    is split more than the parameters.
+    A `Planned` state (step.py) is its shapes, its specs, and the function `init` that makes it. The
+    optimizer gets gradients that are split like its own state. Under ZeRO-1 and ZeRO-2, that state
+    is split over more axes than the parameters.
     """
     # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
@@ -310,8 +315,8 @@ def loss_step(
     compute: Compute = PLAIN,
 ) -> Callable[..., Float[Array, ""]]:
     """Returns the compiled loss `(model, windows, weights=None) -> loss` of the model that
-    `train_step` trains, for evaluation: without dropout and the auxiliary losses of the blocks.
-    `model` is the model of a state, whose blocks have the form that the layout needs.
+    `train_step` trains, for evaluation: without dropout, and without the auxiliary losses of the
+    blocks. `model` is the field `model` of a state: its blocks have the form that the layout needs.
 
     The size of the batch may differ from training, and must be a multiple of data x microbatches.
     The loss computes in the precision of the parameters. If ZeRO-3 splits the model, its layers are
@@ -348,7 +353,7 @@ def loss_step(
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
-        """Returns the loss of a whole model, whose static leaves `jax.jit` cannot take."""
+        """Returns the loss of a model with its static leaves, which `jax.jit` cannot take."""
         return run(eqx.filter(model, meshes.is_array), windows, weights)
 
     return run_model if jax.tree.leaves(static) else run
@@ -358,7 +363,7 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
     device has them. A tree without such a model is returned unchanged.
 
-    If `Compute` has a schedule, pass it as `schedule`: it says where the chunks are.
+    If `Compute` has a schedule, pass it as `schedule`: it gives the order of the chunks.
     """
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
@@ -369,7 +374,7 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
     blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule, pass it
-    as `schedule`: it says where the chunks are.
+    as `schedule`: it gives the order of the chunks.
     """
     if not layout.pipelined:
         return None
@@ -380,7 +385,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
 
 def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[Array, " batch"]:
-    """Returns one random key for each sequence of the global batch at `step`, from the seed `key`.
+    """Returns one random key for each of the `batch` sequences of the global batch at `step`, from
+    the seed `key`.
 
     A key depends only on the seed, the step and the sequence's number, so it is the same under
     every layout.
@@ -412,7 +418,9 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns the inverse of `_into_stages`."""
+    """Returns a function from blocks as the state of `layout` holds them, [v, L / v, ...] in a
+    pipeline with v chunks per stage, to blocks [L, ...]. It is the inverse of `_into_stages`.
+    """
 
     def join(blocks):
         """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers; without a

@@ -4,13 +4,14 @@ The families here differ in their blocks and in their positions. The embedding, 
 loss are the same, and are here. The vocabulary is split over stages and tensor devices: each of P
 stages holds 1/P of the rows and computes 1/P of the head, so none is slower than the others.
 
-`comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` is the
+`comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
 that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these further. `all_tokens(x)` gathers the tokens of the stream again, so that each device has those
-of its layers. `sum_partials(x)` sums the devices' terms for these tokens, and returns the device's
-tokens of the stream. `T shard` is the number of a device's tokens in that stream. The functions of
-`decoder_taps` return their argument unchanged, and report it to a recording by `bisect`.
+these further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has all that
+its layers compute. `sum_partials(x)` sums the devices' terms for these tokens, and returns the
+device's tokens of the stream. `T shard` is the number of a device's tokens in that stream. The
+functions of `decoder_taps` return their argument unchanged, and report it to a recording by
+`bisect`.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -79,7 +80,10 @@ def loss_and_aux(
     """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks, [L, ...]
     each, or None without any.
 
-    The arguments and errors are as in `loss`.
+    `model` is a whole model, or a shard of it along `axis`. `batch` may be a tuple: the windows of
+    T + 1 tokens, and the keys of dropout. `attend` is the attention function, and `comms` makes the
+    functions by which the devices of `axis` communicate. `remat` wraps each block, and the loop
+    over blocks has `unroll` of them in its body. The errors are those of `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -124,8 +128,9 @@ def loss(
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
-        remat: a function that wraps each block, `(weights, x, layer) -> x`. Such functions are
-            those of `remat`, and one that first gathers the weights (`zero.gathered`).
+        remat: a function that takes a block, `(weights, x, layer) -> x`, and returns it wrapped,
+            such as one of `parallax.remat`, or one that first gathers the weights
+            (`zero.gathered`).
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
@@ -156,8 +161,9 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` and the errors are as in `loss`. Inside `jax.jit`, a token outside the vocabulary makes
-    the logits after it and after all later tokens nan.
+    `attend` is causal attention, a function of queries, keys and values, and the errors are as in
+    `loss`. Inside `jax.jit`, a token outside the vocabulary makes the logits after it and after all
+    later tokens nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -180,7 +186,12 @@ def stages(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Returns `(embed, stage, head)` for `pipeline.value_and_grad`, as `Family.stages` takes them.
+    """Returns the three functions `(embed, stage, head)` of a decoder, for
+    `pipeline.value_and_grad`.
+
+    For a microbatch `part`, `embed(model, part)` returns the input x of the first block.
+    `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x, part)`
+    returns the loss.
 
     Args:
         parts: the functions of the family.
@@ -213,8 +224,8 @@ def stages(
         )
 
     def stage(model, x, part, position):
-        """Returns the output of the blocks of one chunk: the chunk number `position` of the model's
-        chunks, in order.
+        """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
+        the order of the model.
 
         `x` is the input, [B, T shard, D], and `part` the microbatch, as in `embed_part`.
         """
@@ -222,7 +233,7 @@ def stages(
         on_axis = comms(axis)
         apply = parts.layer(
             config,
-            # A window has one token more than the inputs, whose positions these are.
+            # The positions of the inputs; a window has one token more.
             positions=on_axis.context_tokens(positions(x, windows.shape[1] - 1), dim=0),
             comms=_with_segments(on_axis, segments),
             attend=attend,
@@ -241,7 +252,7 @@ def stages(
     def head_of_part(model, x, part):
         """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
         last block's output `x`, [B, T shard, D]. `from_last` gives the last stage's `x` to all
-        stages, which share the head.
+        stages, since each stage computes a part of the head.
         """
         windows, _, weights, _ = Batch(*part)
         return head(

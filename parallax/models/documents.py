@@ -34,15 +34,15 @@ def ends_with(token: int) -> Documents:
     def numbered(windows):
         """Returns the number of `token`s before each token, [batch, window]."""
         ends = (windows == token).astype(jnp.int32)
-        # Without the token itself: the last token of a document belongs to it.
+        # `- ends`: the token that ends a document still belongs to that document.
         return jnp.cumsum(ends, axis=1) - ends
 
     return numbered
 
 
 def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
-    """Returns `batch` with its documents kept apart; `numbers` has the number of each token's
-    document.
+    """Returns `batch` with `segments` and `weights` that keep its documents apart. `numbers` has
+    the number of each token's document.
 
     A token does not see inputs of other documents. A target has a weight of 0 if its input, the
     token before it, is of another document. The loss is then a weighted mean: see
@@ -67,8 +67,8 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `stage`, the second function of `Family.stages`, with a check of its trace: a stage
-    that does not read `Batch.segments` raises a `ValueError`.
+    """Returns `stage`, which runs the layers of a decoder (the second function of `Family.stages`),
+    with a check of its trace: a stage that does not read `Batch.segments` raises a `ValueError`.
     """
 
     def wrapped(*arguments):

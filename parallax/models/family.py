@@ -75,13 +75,14 @@ class Family:
             model whose blocks are [v, L / v, ...], for v chunks per stage. For a configuration with
             experts the function also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
-            model on one device, to draw text.
+            model on one device. It is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
             while text is drawn; None: text is drawn without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.
-        gpu_attention: the same for GPUs, used on a mesh of GPUs.
+        gpu_attention: the same attention by a kernel for GPUs, used on a mesh of GPUs; None: there
+            is no kernel.
         blocks: the path of the blocks in the model, such as "blocks" or "decoder.blocks".
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
@@ -117,7 +118,7 @@ def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tok
     if weights is None:
         return None
     places = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
-    # Up to the last target with a weight; -1 if a sequence has none, so that no input is seen.
+    # True up to the last target with a weight. Its place is -1 if there is none: no input is seen.
     return places <= jnp.max(jnp.where(weights != 0, places, -1), axis=1, keepdims=True)
 
 
@@ -146,6 +147,7 @@ def run_blocks(
         remat: wraps the function `(weights, x, layer) -> x`.
         unroll: the number of blocks in the loop's body.
     """
+    # `lax.scan` can take only arrays apart by layers; the other leaves are the same in all layers.
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):

@@ -39,11 +39,11 @@ def attention(
 
     The kernel cannot do all that `grouped` can. `grouped` itself runs if 128 does not divide the
     number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
-    if G does not divide H, and raises its error.
+    if G does not divide H, and then raises an error.
 
     For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
-    computes the scores again. It multiplies in the type of `q` and adds up in float32, so it equals
-    `grouped` within the rounding of that type.
+    computes the scores again. It multiplies in the type of `q` and adds up in float32, so its
+    result equals that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -53,6 +53,7 @@ def attention(
         return grouped(q, k, v, segments=segments)
     # The kernel has no groups: it needs as many heads of keys and values as of queries.
     k, v = (jnp.repeat(array, H // G, axis=2) for array in (k, v))
+    # The kernel takes and returns [B, H, T, K].
     q, k, v = (jnp.swapaxes(array, 1, 2) for array in (q, k, v))
     kernel = typed(functools.partial(_kernel, block=fitting_blocks[0]))
     return jnp.swapaxes(kernel(q, k, v), 1, 2)
@@ -68,12 +69,12 @@ def cudnn_attention(
     """Returns `grouped(q, k, v)`, computed by cuDNN's fused attention, through
     `jax.nn.dot_product_attention`.
 
-    The kernel cannot do all that `grouped` can. `grouped` itself runs in precisions other than
-    bfloat16 and float16; if 8 does not divide K, or K is above 128; for an odd number of tokens;
-    for documents packed into a window (`segments`); and if this process has no NVIDIA GPU of the
-    generation Ampere or newer, as where a step is compiled for GPUs on a machine without one. It
-    also runs if G does not divide H, and raises its error. The kernel equals `grouped` within the
-    rounding of the type of `q`.
+    The kernel cannot do all that `grouped` can. `grouped` itself runs in each of these cases: the
+    arrays are not of bfloat16 or float16; 8 does not divide K, or K is above 128; the number of
+    tokens is odd; `segments` are given, for documents packed into a window; or this process has no
+    NVIDIA GPU of the generation Ampere or newer, such as a process that compiles a step for GPUs on
+    a machine without one. `grouped` also runs if G does not divide H, and then raises an error. The
+    result of the kernel equals that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -86,7 +87,7 @@ def cudnn_attention(
 
 
 def fits_cudnn(tokens: int, head_width: int) -> bool:
-    """Returns whether cuDNN's attention can have so many tokens, and heads of this width."""
+    """Returns whether cuDNN's attention can compute so many tokens, with heads of this width."""
     return tokens % 2 == 0 and head_width % 8 == 0 and head_width <= 128
 
 
@@ -117,9 +118,10 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `f` as a function that may be called inside a `shard_map` with `check_vma=True`.
 
-    `f` takes arrays, returns an array, has a derivative of its own, and must not communicate. `f`
-    and its derivative are traced to jaxprs without the types of `check_vma`. The results of the
-    jaxprs are then typed as varying along each axis along which an argument varies.
+    `f` is a function from arrays to one array, such as a kernel with its own derivative, and must
+    not communicate. `f` and its derivative are traced to jaxprs without the types of `check_vma`.
+    The results of the jaxprs are then typed as varying along each axis along which an argument
+    varies.
     """
 
     @jax.custom_vjp
@@ -163,9 +165,11 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     g.defvjp(forward, backward)
 
     def along_all(*arguments):
-        """Returns `g` of the arguments, after each is typed as varying along the axes of all."""
-        # Outside `g`, so that JAX differentiates this typing too. The derivative sums an argument's
-        # cotangent over the axes along which the argument did not vary.
+        """Returns `g` of the arguments, after each is typed as varying along all axes along which
+        any of them varies.
+        """
+        # This is outside `g`, so that JAX differentiates the typing too. Its derivative sums an
+        # argument's cotangent over the axes along which the argument did not vary.
         return g(*_varying_alike(arguments, arguments))
 
     return along_all

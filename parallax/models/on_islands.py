@@ -1,13 +1,14 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
 by the recipe of `decoder`, and every H steps a round averages the copies' changes.
 
-devices = mesh.make(island=2, **layout.axes)
-options = {"batch": 64, "key": key}
-one_island = decoder.train_step(gpt2.FAMILY, config, optax.adamw(3e-4), layout, devices, **options)
-made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
-state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
+    devices = mesh.make(island=2, **layout.axes)
+    optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}
+    one_island = decoder.train_step(gpt2.FAMILY, config, optimizer, layout, devices, **options)
+    made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
+    state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
 
-Of `one_island`, `local` is the step on one device's blocks, before it is mapped over the mesh.
+`one_island.local` is the step of an island on one device's blocks, before it is mapped over the
+mesh.
 """
 
 from collections.abc import Callable
@@ -55,8 +56,9 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """Returns the step in which each island trains by the step `one_island`. The global batch is
-    split over the islands first, and then inside each island.
+    """Returns the train step of islands: each island trains by the step `one_island`, and every
+    `every` steps a round averages the changes of their models. The global batch is split over the
+    islands first, and then inside each island.
 
     Args:
         one_island: the step of one island, on its part of the global batch, on a mesh that also has
@@ -64,7 +66,8 @@ def train_step(
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
         axis: the axis of the islands, as in `islands.local`.
-        stream: the order of the exchanges, as in `islands.local`.
+        stream: the part of the model that a round exchanges, and the delay until its use, as in
+            `islands.local`.
 
     Raises:
         ValueError: `islands.local` or `islands.init` refuses the arguments.
@@ -101,7 +104,8 @@ def train_step(
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
     """Returns the form in which a state of islands is stored, so that any layout can read the
-    checkpoint; None without a pipeline. It is `decoder.stored` for a state of islands.
+    checkpoint; None without a pipeline. The form is two functions, one to it and one back from it.
+    They change the models in the state as `decoder.stored` does for one island.
     """
 
     def on_islands(change):

@@ -85,12 +85,12 @@ class Compute:
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. None: 2 under ZeRO-3 on
-            CPUs and GPUs; on GPUs all layers, if they are 48 or fewer and there is no pipeline,
-            which takes longer to compile and makes steps faster; else 1.
+            CPUs and GPUs. Without ZeRO-3, all layers on GPUs, if there are at most 48 and no
+            pipeline: the step then takes longer to compile, and is faster. In all other cases 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
-        trainable: the leaves that are trained, as `step.init` takes it.
+        trainable: the leaves that are trained, as in `step.init`.
         reduce_in_backward: whether each block's gradients are summed over the replicas during the
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
@@ -184,6 +184,7 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         scatter = functools.partial(zero.reduce_scatter, axis=sharded_over, specs=setup.specs)
 
     if layout.pipelined:
+        # `save` says what a stage keeps for its backward pass: its input only, or all residuals.
         grad = pipeline.value_and_grad(
             *(embed, stage, head),
             schedule_of(layout, compute),
@@ -318,7 +319,7 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
     # A rule must not name an axis that the mesh lacks: without a context axis, only "data".
     axis_names = SHARDED_OVER if layout.context > 1 else SHARDED_OVER[0]
     # ZeRO does not split the first dims, of chunks and layers: a device runs all layers of its
-    # stage, and would have only some.
+    # stage, and would otherwise have only some of them.
     keep = {f"{family.blocks}.**": tuple(range(loops_of(layout)))}
     sharded = rules.fsdp(axis_names, size=layout.optimizer_shards, keep=keep, inside=rule)
     return (sharded if layout.zero == 3 else rule), sharded
@@ -491,7 +492,8 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
 
     def grad(params, batch):
         """Returns the loss, or `(loss, aux)`, and the gradients."""
-        # `trainable` may also choose leaves without a derivative, such as integers: `static`.
+        # `trainable` may also choose leaves without a derivative, such as integers. They are the
+        # tree `static`.
         chosen, frozen = eqx.partition(params, trainable)
         trained, static = eqx.partition(chosen, rules.is_inexact)
         others = eqx.combine(static, frozen)
@@ -543,8 +545,9 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `stage` with its term of the loss times `scale`, as `precision.scaled` does for the
-    head's loss.
+    """Returns `stage` with its own term of the loss, if it has one, times `scale`. With float16,
+    the loss is scaled so that small gradients do not become 0; `precision.scaled` scales the head's
+    loss.
     """
 
     def wrapped(*arguments):

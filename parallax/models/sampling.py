@@ -67,7 +67,7 @@ class Writer(NamedTuple):
 
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each of them.
-        window: the number of tokens, at most, from which the next token is computed; static.
+        window: the largest number of tokens from which the next token is computed; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
         name: the name that errors begin with.
@@ -125,8 +125,8 @@ def _run(
     """Returns the logits after the last of `tokens`, which begin at the place `first`, and the
     cache with their keys and values.
 
-    `join(old, new)` puts the new keys or values of a layer behind the old ones. Without a `cache`
-    there are no old ones, and `old` is None.
+    `join(old, new)` returns the old keys or values of a layer with the new ones behind them.
+    Without a `cache` there are no old ones, and `old` is None.
     """
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
@@ -177,6 +177,7 @@ def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
         """Returns the `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws
         them, with its arguments and errors.
 
+        Logits are divided by `temperature`; `top_k` and `top_p` leave out the less likely tokens.
         Each token depends on at most the last `window` tokens before it. The default of `window` is
         the model's context; if the model was trained on shorter windows, give their length. Wrap
         the function in `jax.jit` or `eqx.filter_jit`, with `tokens`, `window` and `top_k` static.
@@ -283,8 +284,9 @@ def sampled(
 
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
-    """Returns a function `(logits [V], key, unknown)` that draws a token. The token is -1 if a
-    `filtered` logit is nan, or if `unknown` is true, since a token before it was -1.
+    """Returns a function `(logits [V], key, unknown)` that draws a token from the `filtered`
+    logits. The token is -1 if one of these is nan, or if `unknown` is true, since a token before it
+    was -1.
 
     The errors of wrong arguments begin with `name`.
     """
@@ -315,9 +317,10 @@ def _with_cache(
     prompt: Int[Array, " prompt"],
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """Returns the tokens after `prompt`, one for each key, computed with a cache of keys and
-    values. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
-    before it was -1.
+    """Returns the tokens after `prompt`, one for each random key in `keys`, computed with a cache
+    of the attention's keys and values. `model` has two functions: `begin` computes the prompt, and
+    `go_on` one more token. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`,
+    since a token before it was -1.
     """
     # The last token needs no place in the cache, since no token attends to it: this is the - 1.
     # `begin` returns the logits after the prompt, [1, V], and the cache.
@@ -344,11 +347,12 @@ def _without_cache(
     window: int,
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
-    """Returns the tokens after `prompt`, one for each key, each computed from the whole window.
-    `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token before it
-    was -1.
+    """Returns the tokens after `prompt`, one for each random key, each computed from the whole
+    window. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
+    before it was -1.
 
-    It serves a model without `cached`, and tokens that are drawn after the window began to move.
+    This function is for a model without a cache of keys and values, and for tokens after the window
+    began to move, since every move changes all keys and values.
 
     The tokens fill the first places of the window, and zeros the rest. When the window is full, it
     moves by one place for each token.
@@ -420,6 +424,7 @@ def _scalar(needed: str, value: Any, most: float) -> Any:
     finite and from 0 to `most`; a tracer's value is unknown and is not checked. Errors begin with
     `needed`.
     """
+    # The kinds of NumPy's types: signed integers, unsigned integers, floats.
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":
         raise ValueError(f"{needed}; got {value!r}.")
     if not isinstance(value, Tracer):
@@ -430,8 +435,8 @@ def _scalar(needed: str, value: Any, most: float) -> Any:
 
 
 def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
-    """Returns the prompt as int32, with -1 for tokens outside the vocabulary; `name` begins the
-    errors.
+    """Returns the prompt as int32, with -1 for tokens outside the vocabulary. Outside `jax.jit`,
+    where values are known, such a token is an error. Errors begin with `name`.
     """
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:

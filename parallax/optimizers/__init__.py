@@ -1,7 +1,7 @@
 """Optimizers on shards: a check that an optimizer acts element by element, and wrappers for other
 optimizers.
 
-The wrappers are imported at their first use: the check, which each step runs, does not need them.
+The wrappers are imported at their first use. The check does not need them, and each step runs it.
 """
 
 from importlib import import_module

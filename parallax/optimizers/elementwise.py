@@ -45,7 +45,7 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but has the type of no optax transformation.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type.
     if isinstance(optimizer, optax.MultiSteps):
         several: Any = optimizer
         return optax.GradientTransformationExtraArgs(several.init, several.update)
@@ -96,7 +96,7 @@ def checked(
         except UnfitOptimizer:
             raise
         except (TypeError, ValueError) as error:
-            # Optax knows nothing of shards. If shards or a missing gradient are the cause,
+            # Optax does not know about shards. If shards or a missing gradient are the cause,
             # `explain` raises a better error; otherwise the error passes.
             device_update.explain(params, error)
             raise
@@ -152,7 +152,8 @@ class _Update:
         at: str,
     ):
         """Reads the leaves and the owners of the state's arrays from the arguments, which are
-        (gradients, state, parameters that have a gradient)."""
+        (gradients, state, parameters that have a gradient). `specs` has the parameters' specs by
+        path, `axes(x)` are the axes that split an array, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -215,8 +216,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim, from the size on a shard
-        to the size of the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim. Its bounds are the dim's
+        size on a shard and its size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -308,8 +309,8 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether two leaves are surely split along the same dim: over one common axis,
-        with equal shapes on the device and as a whole."""
+        """Returns whether the leaves of numbers i and j are surely split along the same dim: over
+        one common axis, with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # If the specs leave open which dim of some leaf is split, no two leaves are surely alike:
@@ -334,7 +335,8 @@ class _Update:
 
     def explain(self, params: PyTree, error: Exception) -> None:
         """Raises `UnfitOptimizer` if an update failed with `error` because of missing leaves or of
-        the shapes of shards; otherwise returns, and the caller raises `error` itself."""
+        the shapes of shards; otherwise returns, and the caller raises `error` itself. `params` are
+        all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.
@@ -377,7 +379,7 @@ class _Update:
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
         """Returns the message for an optimizer whose state belongs to other leaves than the
-        gradients do."""
+        gradients do. `with_state` has the paths of the leaves for which there is state."""
         with_gradient = {leaf.path for leaf in self.leaves}
         # The message names one of the leaves that have only a gradient or only a state.
         path = min(with_state ^ with_gradient, key=trees.dotted)

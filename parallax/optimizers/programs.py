@@ -3,9 +3,11 @@ is done element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
 a fact about the program is true for shards and for whole leaves. Leaves are parameters, named by
-number; a value that "mixes" uses several elements at a time, and so would be wrong on shards. `met`
-joins the sources of several values, and `run` follows a program inside an equation. The equation of
-`linear(x, forward=..., backward=..., name=...)` has that name, by which a result can be *marked*.
+number, from 0 on. Two more numbers stand beside them: `WHOLE`, for any array that no axis splits,
+and `RIGHT`, for a result that a wrapper marked as right on shards. A value that *mixes* uses
+several elements at a time, and so would be wrong on shards. `met` joins the sources of several
+values, and `run` follows a program inside an equation. `linear(x, forward=..., backward=...,
+name=...)` is one equation of that name, so a result can be *marked* by a name.
 """
 
 import dataclasses
@@ -26,9 +28,7 @@ from parallax.collectives.types import axes_of_type, linear
 from parallax.grads.axes import axes_of_several_devices
 from parallax.grads.results import matching_parameters
 
-# Beside the numbers of leaves, which begin at 0: WHOLE stands for any array that no axis splits,
-# and RIGHT for a result that a wrapper marked as right on shards. The two strings are the names of
-# the marks in the program.
+# Numbers beside those of the leaves (see above), and the names of the two marks in the program.
 WHOLE, RIGHT = -1, -2
 RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
 
@@ -222,7 +222,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
     """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
-    function closes over. `seen` are the ids of the objects around `x`."""
+    function closes over. An operation that knows the size may give other results on a shard. `seen`
+    are the ids of the objects around `x`."""
     match x:
         # A function may close over itself, so an object inside itself is not searched again.
         case _ if id(x) in seen:

@@ -17,9 +17,9 @@ update itself moves only in `by_matrix`:
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-By matrix, a leaf that is split along its layers is already on its owners, and only ZeRO-1 moves its
-update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the shares,
-and `shards.take` cuts one out of a whole leaf.
+In `by_matrix`, a leaf that is split along its layers is already on its owners, and only ZeRO-1
+moves its update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the
+shares, and `shards.take` cuts one out of a whole leaf.
 """
 
 import functools
@@ -110,9 +110,9 @@ def by_matrix(
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
             convolution, or of heads, might be taken for layers; the number of layers on a device is
-            not a multiple of the number of their owners; a dim of layers but the last is split over
-            `axis`; the optimizer combines several leaves, as clipping by the global norm does; or
-            as for `whole`.
+            not a multiple of the number of their owners; a dim of layers other than the last is
+            split over `axis`; the optimizer combines several leaves, as clipping by the global norm
+            does; or another error of `whole`.
     """
 
     def leading(path, ndim):
@@ -279,7 +279,8 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter, a share or whole."""
+    no layers. `x` is a gradient or a parameter, a share or whole. Of `way`, `splits` cut the leaf,
+    `lead` first dims are layers, and `inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -297,7 +298,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
-    layers that the device owns: the reverse of `_to_owner`."""
+    layers that the device owns: the reverse of `_to_owner`. Of `way`, `splits` cut the leaf, `lead`
+    first dims are layers, and `inner` has divided the layers further."""
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
@@ -333,7 +335,7 @@ def _first(tree: PyTree, lead: int) -> PyTree:
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
     """Refuses a split of any dim of layers but the last: only the last is divided among the
-    owners."""
+    owners. The leaf `name` has `lead` dims of layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -366,6 +368,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     """Refuses an optimizer that draws random numbers, or whose update or state of one leaf depends
     on another leaf. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
+    # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
     # The gradients have the shapes of the weights.
     program = jax.make_jaxpr(update)(weights, state, weights)
@@ -377,14 +380,16 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
             "device does."
         )
-    # The gradient, the parameter and the state of a leaf count as one source. Elements of one leaf
-    # may be combined, so only the leaves of a result count, not `mixes`.
+    # The gradient, the parameter and the state of a leaf count as one source. `follow` returns the
+    # sources of each result. Elements of one leaf may be combined, so only the numbers of leaves
+    # count (`leaves`), not `mixes`.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
-        others = sorted(value.leaves - {owner, WHOLE, RIGHT})  # the message names at most two
-        if others:
+        # The other leaves that the result depends on; WHOLE and RIGHT are no leaves.
+        others = sorted(value.leaves - {owner, WHOLE, RIGHT})
+        if others:  # the message names at most two
             names = " and ".join(
                 repr(trees.dotted(paths[source]) or "the parameter") for source in others[:2]
             )

@@ -48,21 +48,23 @@ def specs(
     from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
     `eqx.filter_eval_shape`.
 
-    Without a mesh, errors that depend on its axes and sizes are not found.
+    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on its axes
+    and sizes are not found.
 
     Raises:
-        ValueError: the first of these (`audit` lists all). First for the rules: two arrays with the
-            same path; a rule or `keep` pattern that matches no leaf, or only leaves that earlier
-            rules take; a leaf without a rule; an `fsdp` whose `size` is not that of the mesh. Then
-            for each leaf: a spec with more entries than dims, or with an axis twice; a dim split
-            over one of `batch_axes` by anything other than `fsdp` or `experts`, since each replica
-            would train a different model; an axis that the mesh lacks, or whose size does not
-            divide the dim.
+        ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
+            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf,
+            or a rule only leaves that earlier rules take; a leaf has no rule; the `size` of an
+            `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has more
+            entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
+            `experts` splits a dim over one of `batch_axes`, so each replica would train a different
+            model; the mesh lacks an axis, or the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
     placed, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
     _raise_first(refusals)
+    # `placed` has a spec for each array, in the order of the leaves.
     specs_in_order = iter(placed.values())
     return jax.tree.unflatten(
         treedef, [next(specs_in_order) if is_array(leaf) else None for leaf in leaves]
@@ -88,7 +90,12 @@ def audit(
     *,
     batch_axes: Sequence[str] = (),
 ) -> Audit:
-    """Returns the valid specs of `tree`, and all errors of which `specs` would raise the first."""
+    """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
+    and in the other specs.
+
+    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch.
+    Without a mesh, errors that depend on its axes and sizes are not found.
+    """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
@@ -121,7 +128,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
     """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
 
     Raises:
-        ValueError: an error in the rules, as in `specs`. The specs themselves are not checked.
+        ValueError: there is an error in the rules, such as a rule that matches no leaf (see
+            `specs`). The specs themselves are not checked.
     """
     placements, refusals = _placements(tree, rule)
     _raise_first(refusals)

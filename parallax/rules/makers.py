@@ -47,8 +47,8 @@ class match:
 class experts(match):
     """A `match` for the weights of experts, to which `parallax.experts.moe` sends tokens.
 
-    Tokens of all replicas reach each expert, so its spec may name an axis that splits the batch. An
-    `fsdp` over the same axis does not change the spec. If any other leaf were split over such an
+    Tokens of all replicas reach each expert, so `spec` may name an axis that splits the batch. An
+    `fsdp` over the same axis does not change `spec`. If a `match` split any other leaf over such an
     axis, each replica would train another model.
     """
 

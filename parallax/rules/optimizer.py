@@ -60,14 +60,14 @@ def optimizer_specs(
 
     A moment may have another shape than its parameter if it is that parameter reduced over some
     dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
-    remaining dim stays split as in the parameter. If equal sizes leave open which dim was reduced,
-    a dim stays split only if all possible readings agree. Any other shape raises `ValueError`,
-    unless the parameter is whole: then its state is whole too.
+    remaining dim stays split as in the parameter. Dims of equal sizes may leave open which of them
+    was reduced: a dim of the moment then stays split only if every possible choice splits it alike.
+    Any other shape raises `ValueError`, unless the parameter is whole: then its state is whole too.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are leaves
-    that only `specs` has. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An optimizer
-    of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh` is given,
-    it must have these axes.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
+    leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
+    optimizer of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh`
+    is given, it must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks it.
@@ -113,7 +113,9 @@ def optimizer_specs(
         return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
-        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`."""
+        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`. This has
+        the states of groups of leaves: `members` are the paths of a group's leaves, whose first
+        `lead` dims are layers, and `names` the axes along which their matrices are whole."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
         # With a misspelt axis, each device would keep all layers, and no error would say so.
@@ -136,7 +138,8 @@ def _is_gathered(node: Any) -> bool:
 
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
-    """Raises `ValueError` if a leaf at one of `paths` has no spec."""
+    """Raises `ValueError` if a leaf at one of `paths` has no spec. `given` has the specs by path,
+    and `specs` is the user's tree of them, for the message."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(

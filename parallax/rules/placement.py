@@ -2,9 +2,9 @@
 
 An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch, so parameters must be the same along them, unless an `fsdp` splits them. Of a
-placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the name
-of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
+axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. Of
+a placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the
+name of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
 """
 
 import math
@@ -88,9 +88,9 @@ def refused(
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
-        stacked: the axes that seem to split layers (see `stacked_axes`). If a dim is not a multiple
-            of the size of such an axis, no advised spec leaves the leaf whole along it: each device
-            would run all layers.
+        stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
+            leaf, the error for a dim that its axes do not divide advises no spec: in a spec without
+            the stacked axis, each device would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -172,7 +172,8 @@ def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
     """Yields an error for each dim that is split over an axis which the mesh lacks, or that the
-    number of devices along its axes does not divide. `stacked` is as in `refused`."""
+    number of devices along its axes does not divide. `stacked` are the axes that seem to split the
+    layers of all leaves."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -219,9 +220,10 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, if the dim is not a multiple of it and the other axes
-    that split the dim, or if an earlier dim has it. Two kinds of axes never fit: axes of the batch,
-    which would make replicas differ, and axes of the `fsdp`s around the rule, which they add
+    An axis does not fit if the mesh lacks it, or if an earlier dim has it. It does not fit either
+    if the size of the dim is not a multiple of the number of devices along this axis and the axes
+    that split the dim before it. Two kinds of axes never fit: axes of the batch, which would make
+    replicas differ, and the axes of the `fsdp`s around the rule, since these `fsdp`s add their axes
     themselves.
     """
     # The axes that no further dim may have.
@@ -230,13 +232,13 @@ def _fitting(
         *(axis for wrapper in p.wrappers for axis in entry_axes(wrapper.axis_name)),
     }
     entries = []
-    # Not `strict`: a spec may have fewer entries than the leaf has dims, which are then whole, or
-    # more, which is one of the errors.
+    # Not `strict`: a spec may have fewer entries than the leaf has dims. The other dims are whole.
+    # It may also have more entries, which is one of the errors.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
-            # The number of devices along the axes that this dim has so far and this one; 0 if the
-            # mesh lacks it, and 1, which always divides, without a mesh.
+            # The number of devices along this axis and the axes that the dim has so far. It is 0 if
+            # the mesh lacks the axis. Without a mesh it is 1, so that every dim fits.
             size = (
                 1
                 if mesh is None

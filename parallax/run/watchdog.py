@@ -132,8 +132,11 @@ class Watchdog:
             f"{now - began:.1f} s of the {self._limit:g} s allowed, "
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
-        if self.job.peers and not waits:
-            self.job.peers.tell(f"held up the job {self._where}, in phase {phase!r}")
+        # Rank 0, if it has left the work, waits at its exit until JAX misses this rank. If this is
+        # rank 0, JAX's service ends with it, and the others need not be told.
+        if self.job.peers and (self.job.rank or not waits):
+            did = "waited too long for the other ranks" if waits else "held up the job"
+            self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")
         end("")
 
     def _culprit(self) -> str:

@@ -22,7 +22,8 @@ URGENCY = ("backward", "forward", "weight")  # a stage runs the first of these t
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Returns 1F1B with P microbatches in flight: the bubble is (P - 1)(F + I + W).
+    """Returns 1F1B with P microbatches in flight: the bubble is (P - 1)(F + I) if F, I and W take
+    the same time.
 
     Stage s runs P - 1 - s microbatches forward, and then alternates one forward and one backward;
     W follows I at once (arXiv 2104.04473, section 2.2). `one_f_one_b_lockstep` has up to 2P - 1

@@ -41,7 +41,7 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         new.mkdir(parents=True)
         old.mkdir()
         yield new
-        # New files reach the disk, and then their names, before an old file is touched.
+        # The new files are synced, and then their folder, before an old file is touched.
         for file in (*new.iterdir(), new):
             _files.sync(file)
     except BaseException:
@@ -71,7 +71,8 @@ def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None
         for name in (last, *sorted({*written, *gone} - {last})):
             if os.path.lexists(folder / name):
                 move(folder / name, old / name)
-                _files.sync(folder)  # `last` has left the disk before anything else does
+                # `last`, the first name, thus leaves the disk before another file is moved.
+                _files.sync(folder)
         for name in written:
             move(new / name, folder / name)
         _files.sync(folder)

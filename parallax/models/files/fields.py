@@ -124,7 +124,7 @@ ONLY: dict[str, tuple] = {
     "auto_map": (None,),
 }
 # Fields that may have any value here, and whose values are not kept: `write` or transformers sets
-# them in a new file. (`model_type` is checked apart.)
+# them in a new file. (Only `model_type` is checked, by `Fields.read`.)
 WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 
@@ -135,7 +135,7 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: each argument of the family's configuration that files state, and its fields.
+        numbers: for each argument of the family's configuration that files state, its fields.
         only: the supported values of each field that changes what transformers computes. A file
             that leaves the field out means the first value, and a new model is written with it.
         derived: a function from the numbers to a table like `only`, of fields whose supported
@@ -183,8 +183,8 @@ class Fields:
         return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """Returns `error`, which a configuration raised, with the names of the fields of `file`
-        that state the numbers in its text.
+        """Returns `error`, which a configuration raised, as an error that names `file`. For each
+        number in its text, such as `width`, the new error adds the fields of `file` that state it.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -210,7 +210,8 @@ class Fields:
         do not change the meaning of the weights.
         """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
-        text = json.dumps([self.model_type, meant], default=vars)  # records as their fields
+        # `vars`: a number may be a record, and counts as the dict of its fields.
+        text = json.dumps([self.model_type, meant], default=vars)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:

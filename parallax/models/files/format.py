@@ -107,7 +107,7 @@ def load(
         if number.kind is int
     ]
     what = f"{format_.fields.title} of {', '.join(sizes)}"  # the model in words, for errors
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # keeps the files open until all leaves are read
         stored = tensors.opened(stack, files, index, format_.prefix, format_.no_weights)
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)
         tensors.check(stored, leaves, config_file, what)
@@ -141,6 +141,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     # The metadata lists these files, so a later save can remove those that it does not write again.
     written_too = sorted({*texts, *(file.name for file in tokenizer)} - {CONFIG})
     metadata = {
+        # transformers refuses a file without a format that it knows.
         "format": "pt",
         MEANT: format_.fields.fingerprint(numbers),
         WROTE: json.dumps(written_too),

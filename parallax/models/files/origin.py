@@ -40,8 +40,8 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the origin of a model in `folder`, with these fields. Raises `ValueError` for
-        damaged JSON.
+        """Returns the origin of a model in `folder`, with `fields` from its `config.json`. Raises
+        `ValueError` for damaged JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
@@ -52,8 +52,8 @@ class Origin:
         )
 
     def tokenizer_files(self) -> list[Path]:
-        """Returns the files of the tokenizer; none if the model came without one. Raises
-        `ValueError` if they are gone.
+        """Returns the files of the tokenizer, or an empty list if the model came without one.
+        Raises `ValueError` if the files are gone.
         """
         if self.tokenizer is None:
             return []

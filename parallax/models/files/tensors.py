@@ -140,8 +140,8 @@ class Stored(NamedTuple):
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """Returns the safetensors files of a model in `folder`; and the index that lists them, or None
-    if there is one file.
+    """Returns the safetensors files of a model in `folder`, and the index that lists them. The
+    index is None if there is only `model.safetensors`.
 
     Raises:
         FileNotFoundError: there is no file, or a file that the index lists is missing.
@@ -167,8 +167,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Returns the name of the file beside `index` that holds each tensor. Raises `ValueError` if
-    the index is damaged, or names a file elsewhere.
+    """Returns, by the name of each tensor, the name of the file beside `index` that holds it.
+    Raises `ValueError` if the index is damaged, or names a file in another folder.
     """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
@@ -212,7 +212,7 @@ def opened(
                 f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
                 "again."
             ) from error
-        # The names that only one of the file and the index has.
+        # The names that are in the file or in the index, and not in both.
         wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
         if wrong:
             raise ValueError(
@@ -232,8 +232,9 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """Returns the names of the files that an earlier `save` wrote beside `weights`, from the
-    metadata of `weights`; none if another program wrote `weights`, or if it is damaged.
+    """Returns the names of the files that an earlier `save` wrote beside the file `weights`. They
+    are in its metadata. The set is empty if there is no such file, if another program wrote it, or
+    if it is damaged.
     """
     if not weights.is_file():
         return set()
@@ -265,7 +266,7 @@ def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
     """Refuses files that do not hold exactly the tensors of `leaves`. It reads only headers, and
-    the numbers of copies, which must equal their originals.
+    the numbers of copies such as a tied head, which must equal their originals.
 
     Args:
         stored: the tensors in the files.

@@ -10,7 +10,8 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `Fields.new` of a GPT-2: the fields of a new `config.json` that state no number.
+    """Returns the fields of a new GPT-2's `config.json`, without those that state its numbers. This
+    function is `Fields.new` of a GPT-2.
 
     The token that ends a text is GPT-2's own, if the vocabulary has it, and otherwise none.
     """

@@ -44,7 +44,7 @@ def block(
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
-        # The bias is [3, H, K], for this device's H heads.
+        # The last argument is H, this device's number of heads: the bias is [3, H, K].
         attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
 
     def heads(y):
@@ -157,7 +157,8 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 def _dropped_heads(weights, keys, first_head, rate: float):
     """Returns attention weights [B, H, T, S] with dropout: each sequence and each head of the whole
-    model has its own mask. `first_head` is the number of this device's first head.
+    model has its own mask, however the heads are split over devices. `first_head` is the number of
+    this device's first head.
     """
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 

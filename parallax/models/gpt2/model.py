@@ -123,7 +123,11 @@ class Norm(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens width"], epsilon: float
     ) -> Float[Array, "batch tokens width"]:
-        """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias."""
+        """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias.
+
+        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
+        other values again.
+        """
 
         def scaled(x, weight):
             """Returns the result before the bias, which the backward pass does not need."""
@@ -250,8 +254,9 @@ def rules(
     by its hidden dim, the vocabulary by rows.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
-    it splits dim 1, the layers, over the stages, and the vocabulary over both axes. The rule is the
-    same for any `size` of the axis; a Llama's is not.
+    it splits dim 1, the layers, over the stages, and the vocabulary over both axes. `size`, the
+    number of devices of the axis, is not used here: the recipe passes it to the rules of every
+    family, and only a Llama's rule needs it.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)

@@ -49,7 +49,8 @@ def load(
             does not support; or the weights were saved with another configuration. A changed number
             inside a tensor is not noticed: the format has no checksum.
     """
-    Config(vocabulary_multiple=vocabulary_multiple)  # a wrong argument: its error names no file
+    # A wrong argument raises here, where the error does not blame the file.
+    Config(vocabulary_multiple=vocabulary_multiple)
     return files.load(
         FORMAT, path, dtype=dtype, options={"vocabulary_multiple": vocabulary_multiple}
     )

@@ -40,7 +40,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
                 f"{place} must be an object, or null; it is {short(record)}. Correct the file."
             )
         for stated_name, value in record.items():
-            name = "rope_type" if stated_name == "type" else stated_name  # its old name
+            # "type" is the old name of "rope_type".
+            name = "rope_type" if stated_name == "type" else stated_name
             if value is not None and rope.setdefault(name, value) != value:
                 raise ValueError(
                     f"{name} must be the same wherever the file states it; it is "

@@ -45,7 +45,11 @@ class Norm(eqx.Module):
     def __call__(
         self, x: Float[Array, "*dims width"], epsilon: float
     ) -> Float[Array, "*dims width"]:
-        """Returns x / sqrt(mean of squares + epsilon) * weight."""
+        """Returns x / sqrt(mean of squares + epsilon) * weight.
+
+        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
+        other values again.
+        """
 
         def scaled(x, weight):
             """Returns the result for these arrays."""

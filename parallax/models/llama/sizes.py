@@ -176,7 +176,7 @@ class Config:
         return (2 - self.tied) * self.vocabulary * D + of_layers + D
 
 
-SMALL = Config()  # of GPT-2's smallest size, with its tokenizer
+SMALL = Config()  # layers and width of the smallest GPT-2, and a vocabulary for its tokenizer
 _LLAMA_3 = Config(
     heads=32,
     groups=8,

@@ -36,9 +36,10 @@ def load(
             in `Config`.
 
     Raises:
-        FileNotFoundError: for the reasons of `gpt2.load`.
-        ImportError: for the reasons of `gpt2.load`.
-        ValueError: for the reasons of `gpt2.load`, or the model is of another kind.
+        FileNotFoundError: a file is missing, or the hub did not give the model.
+        ImportError: the extra `hub` is not installed.
+        ValueError: a file is damaged, or has a field or a tensor that the code does not support
+            (`gpt2.load` lists all such reasons); or the model is of another kind.
     """
     # A wrong argument raises here, where the error does not blame the file.
     Config(vocabulary_multiple=vocabulary_multiple)
@@ -68,10 +69,11 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     saved: they belong to the training, and Mixtral's field for them means another loss.
 
     Raises:
-        ImportError: for the reasons of `gpt2.save`.
-        OSError: for the reasons of `gpt2.save`.
-        ValueError: for the reasons of `gpt2.save`; or the model has two of biases, norms of heads
-            and experts, or has a shared expert, which none of the four kinds has.
+        ImportError: the extra `hub` is not installed.
+        OSError: the folder could not be written. Its files are as they were.
+        ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
+            the model has two of biases, norms of heads and experts; or it has a shared expert,
+            which none of the four kinds has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
