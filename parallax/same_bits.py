@@ -135,12 +135,20 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
 
 def _outside(closed: ClosedJaxpr, leaves: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
     """Returns the results of the traced program, whose `shard_map` runs on `mesh` by cells."""
-    (outer,) = [eqn for eqn in jaxprs.opened(closed).eqns if eqn.primitive.name == "shard_map"]
-    return _mapped(outer, leaves, mesh, cells)
+
+    def run(eqn, operands):
+        """Returns the results of an equation outside of the cells' program, or of that program."""
+        if eqn.primitive.name == "shard_map":
+            return _mapped(eqn, operands, mesh, cells)
+        return _computed(eqn, operands)
+
+    return _evaluated(closed, *leaves, run=run)
 
 
-def _evaluated(closed: Jaxpr | ClosedJaxpr, *operands: Any) -> list[Any]:
-    """Returns the results of a jaxpr in which nothing communicates."""
+def _evaluated(
+    closed: Jaxpr | ClosedJaxpr, *operands: Any, run: Callable[..., Any] | None = None
+) -> list[Any]:
+    """Returns the results of a jaxpr, whose equations `run` computes (by default `_computed`)."""
     jaxpr = jaxprs.opened(closed)
     constants = getattr(closed, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
@@ -150,7 +158,8 @@ def _evaluated(closed: Jaxpr | ClosedJaxpr, *operands: Any) -> list[Any]:
         return _number(atom) if jaxprs.is_literal(atom) else known[atom]
 
     for eqn in jaxpr.eqns:
-        known |= zip(eqn.outvars, _computed(eqn, [read(x) for x in eqn.invars]), strict=True)
+        results = (run or _computed)(eqn, [read(atom) for atom in eqn.invars])
+        known |= zip(eqn.outvars, results, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -498,9 +507,10 @@ class Walk:
         def trip(index, results):
             """Returns the results with those of one cell written into them."""
             operands, _ = lax.optimization_barrier((list(slices(index)), index))
+            found = lax.optimization_barrier(cell(*operands))
             return [
                 lax.dynamic_update_index_in_dim(stack, x, index, 0)
-                for stack, x in zip(results, cell(*operands), strict=True)
+                for stack, x in zip(results, found, strict=True)
             ]
 
         number = math.prod(counts)
@@ -573,7 +583,7 @@ class Walk:
         for axis in names:
             first = lax.axis_index(axis) * self.here(axis) if self.devices[axis] > 1 else 0
             own = first + jnp.arange(self.here(axis), dtype=jnp.int32)
-            index = (index[:, None] * self.counts[axis] + own).reshape(-1)
+            index = (index[:, None] * self.counts[axis] + own[None]).reshape(-1)
         return index
 
     def _of_all(self, names: Sequence[str], stack: Stack) -> tuple[Array, tuple[str, ...]]:

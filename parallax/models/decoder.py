@@ -249,6 +249,7 @@ def compiled(
     batch_spec: P,
     info_spec: P = P(),  # noqa: B008
     options: int = 1,
+    spmd: Callable[..., Any] = meshes.spmd,
 ) -> Train:
     """Returns the step `local`, mapped over the mesh and compiled. It donates the state.
 
@@ -263,9 +264,11 @@ def compiled(
         info_spec: the spec of the loss and the norm.
         options: the number of options of `local`. Each is the same on all devices; one that the
             caller leaves out is None.
+        spmd: the function that maps the step over the mesh, with the keyword arguments of
+            `mesh.spmd`; for example `same_bits.spmd` with its `cells`.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
-    step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
+    step = spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
     static = eqx.filter(shapes, meshes.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
