@@ -165,7 +165,7 @@ def _evaluated(
 
 def _number(literal: Any) -> Array:
     """Returns the number of a literal, without the mesh of cells in its type."""
-    return jnp.asarray(np.asarray(literal.val), literal.aval.dtype)
+    return np.asarray(literal.val, literal.aval.dtype)
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -302,10 +302,9 @@ def _one(blocks: Sequence[Any]) -> Int[Array, ""]:
             "same_bits.spmd needs an argument with at least one number; all arguments are empty or "
             "random keys. Pass the batch or the parameters as an argument."
         )
-    first = numbers[0].ravel()[0]
-    if not jnp.issubdtype(first.dtype, jnp.integer):
-        first = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-    return (first.astype(jnp.int32) & 1) | 1
+    bits = lambda x: lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
+    x = sum(bits(x) for x in numbers)  # some of the blocks may be constants
+    return 1 + (x * (x + 1) & 1)  # one of two consecutive numbers is even
 
 
 def _opened(jaxpr: Jaxpr, mesh: AnyMesh) -> dict[int, tuple[JaxprEqn, Jaxpr]]:
@@ -397,7 +396,7 @@ class Walk:
         def constant(array) -> int:
             """Returns a new key, for a value that all cells share."""
             new = next(self.keys)
-            values[new] = Stack(jnp.asarray(array), ())
+            values[new] = Stack(array, ())
             return new
 
         for eqn in jaxpr.eqns:
@@ -488,36 +487,36 @@ class Walk:
         values |= zip(writes, results, strict=True)
 
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Stack]:
-        """Returns the results of `cell` for each cell of this device, in a loop over the cells.
-
-        If the compiler knew that the loop runs once, or that an operand is the same in each trip,
-        it would join the cell's kernels with others, and they would round differently.
-        """
+        """Returns the results of `cell` for each cell of this device, one after the other."""
         counts = [self.here(axis) for axis in axes]
 
-        def slices(index):
-            """Returns the operands of the cell with this index."""
+        def of_cell(index):
+            """Returns the results of the cell with this index."""
             at = dict(zip(axes, jnp.unravel_index(index, counts), strict=True)) if axes else {}
-            for stack in stacks:
-                x = stack.array
+            operands = [stack.array for stack in stacks]
+            for k, stack in enumerate(stacks):
                 for axis in stack.axes:
-                    x = lax.dynamic_index_in_dim(x, at[axis], 0, keepdims=False)
-                yield x
+                    operands[k] = lax.dynamic_index_in_dim(operands[k], at[axis], 0, keepdims=False)
+            return self._enclosed(cell, operands)
 
-        def trip(index, results):
-            """Returns the results with those of one cell written into them."""
-            operands, _ = lax.optimization_barrier((list(slices(index)), index))
-            found = lax.optimization_barrier(cell(*operands))
-            return [
-                lax.dynamic_update_index_in_dim(stack, x, index, 0)
-                for stack, x in zip(results, found, strict=True)
-            ]
-
-        number = math.prod(counts)
-        shapes = jax.eval_shape(lambda: cell(*slices(0)))
-        results = [jnp.zeros((number, *one.shape), one.dtype) for one in shapes]
-        results = lax.fori_loop(0, number * self.one, trip, results)
+        results = lax.map(of_cell, jnp.arange(math.prod(counts)))
         return [Stack(x.reshape(*counts, *x.shape[1:]), axes) for x in results]
+
+    def _enclosed(self, cell, operands: Sequence[Array]) -> list[Array]:
+        """Returns `cell(*operands)`, compiled to the same kernels wherever it stands.
+
+        A loop encloses it. If the compiler knew that the loop runs once, or that an operand is the
+        same in each trip, it would join the cell's kernels with those around them, and they would
+        round differently.
+        """
+
+        def trip(index, _):
+            """Returns the results."""
+            varied, _ = lax.optimization_barrier((list(operands), index))
+            return cell(*varied)
+
+        results = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(cell, *operands)]
+        return lax.fori_loop(0, self.one, trip, results)
 
     # Equations that know of other cells
 

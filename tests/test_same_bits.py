@@ -35,7 +35,7 @@ class Net(eqx.Module):
     up: jax.Array
     down: jax.Array
     shift: jax.Array
-    activation: object = jax.nn.gelu
+    activation: object = eqx.field(static=True, default=jax.nn.gelu)
 
 
 RULE = rules.first(
