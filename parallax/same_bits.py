@@ -484,23 +484,22 @@ class Walk:
             return [known[key] for key in writes]
 
         results = self._for_each_cell(cell, [values[key] for key in reads], axes)
-        values |= zip(writes, results, strict=True)
+        values |= {key: Stack(x, axes) for key, x in zip(writes, results, strict=True)}
 
-    def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Stack]:
+    def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
         """Returns the results of `cell` for each cell of this device, one after the other."""
-        counts = [self.here(axis) for axis in axes]
+        if not axes:
+            return self._enclosed(cell, [stack.array for stack in stacks])
+        sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
-        def of_cell(index):
-            """Returns the results of the cell with this index."""
-            at = dict(zip(axes, jnp.unravel_index(index, counts), strict=True)) if axes else {}
-            operands = [stack.array for stack in stacks]
-            for k, stack in enumerate(stacks):
-                for axis in stack.axes:
-                    operands[k] = lax.dynamic_index_in_dim(operands[k], at[axis], 0, keepdims=False)
-            return self._enclosed(cell, operands)
+        def along_others(slices):
+            """Returns the results for the cells with one index along the first axis."""
+            inside = list(stacks)
+            for k, x in slices.items():
+                inside[k] = Stack(x, stacks[k].axes[1:])
+            return self._for_each_cell(cell, inside, axes[1:])
 
-        results = lax.map(of_cell, jnp.arange(math.prod(counts)))
-        return [Stack(x.reshape(*counts, *x.shape[1:]), axes) for x in results]
+        return lax.map(along_others, sliced)
 
     def _enclosed(self, cell, operands: Sequence[Array]) -> list[Array]:
         """Returns `cell(*operands)`, compiled to the same kernels wherever it stands.
