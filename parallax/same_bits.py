@@ -7,11 +7,12 @@ device of the real mesh has one cell or several. Every kernel has the shapes of 
 sum is a binary tree over the cells, whatever the mesh is.
 
 The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
-A *segment* has equations that do not communicate; a loop runs it for one cell after another. A
-collective works on all cells of the device together. A `Stack` is a value of the program with its
-numbers for all cells of the device. Inside, an equation is a `Step`, and a *key* numbers a value.
+A *segment* has equations that do not communicate; it runs for one cell after another. A collective
+works on all cells of the device together. A `Stack` is a value of the program with its numbers for
+all cells of the device. Inside, an equation is a `Step`, and a *key* numbers a value.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -35,20 +36,13 @@ from parallax.trees import AnyMesh, entry_axes, is_array
 
 # Equations that change only the type of a value
 CASTS = {"pvary", "pcast", "terms", "vary_unreduced_cast"}
-SUMS = {"psum", "psum_invariant", "unreduced_psum"}
-GATHERS = {"all_gather", "all_gather_invariant", "all_gather_reduced"}
-SCATTERS = {"reduce_scatter", "unreduced_reduce_scatter"}
-EXTREMES = {"pmax": (jnp.max, lax.pmax), "pmin": (jnp.min, lax.pmin)}
+# Collectives that join two values to one; the others move values
+TREES = dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), lax.add)
+TREES |= {"pmax": lax.max, "pmin": lax.min}
 LOOPS = {"scan", "while", "cond"}
-CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat", "remat2"} | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-}
-# Equations whose results depend on other cells, or on the index of the cell
-ACROSS = {types.linear_p.name, "axis_index", "replicated", *jaxprs.COLLECTIVES, *SUMS, *SCATTERS}
 
 
-class Stack(NamedTuple):
+class Stack(eqx.Module):
     """A value of one cell's program, for all cells of this device.
 
     Attributes:
@@ -58,14 +52,22 @@ class Stack(NamedTuple):
             cells' axes. Along all other axes the cells share it.
     """
 
-    array: Shaped[Array, "..."]
-    axes: tuple[str, ...]
+    array: Any
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
 
 
 class Step(NamedTuple):
-    """An equation, with the keys of the values that it reads and writes."""
+    """An equation.
+
+    Attributes:
+        eqn: the equation.
+        alone: whether it, or an equation inside it, depends on other cells or the cell's index.
+        reads: the keys of its operands.
+        writes: the keys of its results.
+    """
 
     eqn: JaxprEqn
+    alone: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -105,12 +107,16 @@ def spmd(
         """Returns the result of `f`, as global arrays on the mesh."""
         arrays, static = eqx.partition(arguments, is_array)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        closed, result, static_result = eqx.filter_make_jaxpr(of_cells)(
+        program, result, static_result = eqx.filter_make_jaxpr(of_cells)(
             *eqx.combine(shapes, static)
         )
-        leaves = jax.tree.leaves(arrays)
-        values = _outside(closed, leaves, mesh, cells)
-        arrays = jax.tree.unflatten(jax.tree.structure(result), values)
+        (eqn,) = program.jaxpr.eqns  # a `shard_map`; its operands are the arguments and constants
+        known = dict(zip(program.jaxpr.invars, jax.tree.leaves(arrays), strict=True))
+        known |= zip(program.jaxpr.constvars, program.consts, strict=True)
+        results = _mapped(eqn, [known[var] for var in eqn.invars], mesh, cells)
+        known = dict(zip(eqn.outvars, results, strict=True))
+        leaves = [known[var] for var in program.jaxpr.outvars]
+        arrays = jax.tree.unflatten(jax.tree.structure(result), leaves)
         return eqx.combine(arrays, static_result)
 
     return mapped
@@ -133,90 +139,6 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
         )
 
 
-def _outside(closed: ClosedJaxpr, leaves: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
-    """Returns the results of the traced program, whose `shard_map` runs on `mesh` by cells."""
-
-    def run(eqn, operands):
-        """Returns the results of an equation outside of the cells' program, or of that program."""
-        if eqn.primitive.name == "shard_map":
-            return _mapped(eqn, operands, mesh, cells)
-        return _computed(eqn, operands)
-
-    return _evaluated(closed, *leaves, run=run)
-
-
-def _evaluated(
-    closed: Jaxpr | ClosedJaxpr, *operands: Any, run: Callable[..., Any] | None = None
-) -> list[Any]:
-    """Returns the results of a jaxpr, whose equations `run` computes (by default `_computed`)."""
-    jaxpr = jaxprs.opened(closed)
-    constants = getattr(closed, "consts", ())
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
-
-    def read(atom):
-        """Returns the value of an operand."""
-        return _number(atom) if jaxprs.is_literal(atom) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        results = (run or _computed)(eqn, [read(atom) for atom in eqn.invars])
-        known |= zip(eqn.outvars, results, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _number(literal: Any) -> Array:
-    """Returns the number of a literal, without the mesh of cells in its type."""
-    return np.asarray(literal.val, literal.aval.dtype)
-
-
-def _computed(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation in which nothing communicates.
-
-    The types in a jaxpr name the mesh of cells. So what is inside the equation is traced anew.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name in CASTS:
-        return list(operands)
-    if name == "scan":
-        return _scanned(eqn, operands)
-    if name == "cond":
-        branches = [functools.partial(_evaluated, body) for body in params["branches"]]
-        return lax.switch(operands[0], branches, *operands[1:])
-    if name == "while":
-        tested, kept = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        test, body = params["cond_jaxpr"], params["body_jaxpr"]
-        return lax.while_loop(
-            lambda carry: _evaluated(test, *operands[:tested], *carry)[0],
-            lambda carry: _evaluated(body, *operands[tested:kept], *carry),
-            list(operands[kept:]),
-        )
-    if jaxprs.called(eqn) is not None and name in CALLS:
-        if params.get("prevent_cse") and params.get("differentiated"):
-            operands = lax.optimization_barrier(list(operands))  # values are computed again
-        return _evaluated(jaxprs.closed(params)[0], *operands)
-    # A sharding in the parameters is that of the mesh of cells.
-    unplaced = {key: None for key in params if key in ("sharding", "out_sharding")}
-    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params) | unplaced)
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def _scanned(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of a scan in which nothing communicates."""
-    body = jaxprs.closed(eqn.params)[0]
-    constants, carries = jaxprs.scan_parts(eqn)
-    split = constants + carries
-
-    def trip(carry, slices):
-        """Returns the carries and the stacked results of one trip."""
-        results = _evaluated(body, *operands[:constants], *carry, *slices)
-        return results[:carries], results[carries:]
-
-    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = lax.scan(
-        trip, list(operands[constants:split]), list(operands[split:]), **options
-    )
-    return [*carry, *stacked]
-
-
 def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
     """Returns the results of a `shard_map` over cells, run on `mesh`."""
     (body,) = jaxprs.closed(eqn.params)
@@ -224,86 +146,77 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
     counts = {axis: n for axis, n in cells.items() if n > 1}
     opened = _opened(jaxprs.opened(body), eqn.params["mesh"])
 
-    def split(spec: PartitionSpec) -> list[tuple[str, ...]]:
-        """Returns the axes with several cells that split each dim."""
-        return [tuple(axis for axis in entry_axes(entry) if axis in counts) for entry in spec]
+    def layouts(specs, avals) -> list["Layout"]:
+        """Returns the layout of each array as a stack."""
+        return [Layout.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
 
-    in_splits = [split(spec) for spec in eqn.params["in_specs"]]
-    out_splits = [split(spec) for spec in eqn.params["out_specs"]]
-    # A dim that two axes split becomes two dims and the rest, so that each axis has its own.
-    wide = [_widened(x, dims, counts) for x, dims in zip(operands, in_splits, strict=True)]
+    ins = layouts(eqn.params["in_specs"], jaxprs.types(eqn.invars))
+    outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
 
     def on_device(*blocks):
-        """Returns the blocks of the results on this device."""
-        one = _one(blocks)
-        walk = Walk(counts, dict(mesh.shape), one, opened)
-        stacks = [_stacked(x, dims, counts) for x, dims in zip(blocks, in_splits, strict=True)]
-        constants = [Stack(jnp.asarray(x), ()) for x in getattr(body, "consts", ())]
-        results = walk.run(jaxprs.opened(body), constants, stacks)
-        return [
-            _unstacked(walk.over(stack, sum(dims, ())), dims, counts)
-            for stack, dims in zip(results, out_splits, strict=True)
-        ]
+        """Returns the stacks of the results on this device."""
+        walk = Walk(counts, dict(mesh.shape), opened, _one(blocks))
+        stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
+        results = walk.run(body, stacks)
+        return [walk.over(x, layout.axes).array for x, layout in zip(results, outs, strict=True)]
 
-    spec = lambda dims, ndim: PartitionSpec(
-        *[entry for axes in _padded(dims, ndim) for entry in (*axes, None)]
-    )
-    in_specs = tuple(spec(d, np.ndim(x)) for x, d in zip(operands, in_splits, strict=True))
-    ranks = [len(aval.shape) for aval in jaxprs.types(eqn.outvars)]
-    out_specs = [spec(d, ndim) for d, ndim in zip(out_splits, ranks, strict=True)]
+    # The first dims of a stack are split over the mesh.
+    in_specs = tuple(PartitionSpec(*layout.axes) for layout in ins)
+    out_specs = [PartitionSpec(*layout.axes) for layout in outs]
+    stacks = [layout.stacked(x) for layout, x in zip(ins, operands, strict=True)]
     results = jax.shard_map(
         on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )(*wide)
-    shapes = [aval.shape for aval in jaxprs.types(eqn.outvars)]
-    return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+    )(*stacks)
+    return [layout.whole(x) for layout, x in zip(outs, results, strict=True)]
 
 
-def _padded(dims, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the axes that split each of `ndim` dims; a spec may leave out the last dims."""
-    return [*dims, *[()] * (ndim - len(dims))]
+class Layout(NamedTuple):
+    """The two forms of a global array: as the caller has it, and as a stack of all cells' blocks.
 
+    Attributes:
+        axes: the axes that split the array, in the order of the cells' axes.
+        shape: the shape that the caller sees.
+        wide: this shape, with a dim for each axis in front of the dim that it splits.
+        order: the dims of `wide` in the order of the stack's dims.
+    """
 
-def _widened(x: Any, dims, counts) -> Any:
-    """Returns a global array whose split dims are each [cells of each axis..., rest]."""
-    shape = []
-    for size, axes in zip(x.shape, _padded(dims, x.ndim), strict=True):
-        split = [counts[axis] for axis in axes]
-        shape += [*split, size // math.prod(split)]
-    return x.reshape(shape)
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    wide: tuple[int, ...]
+    order: tuple[int, ...]
 
+    @classmethod
+    def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "Layout":
+        """Returns the layout of an array of this type, which `spec` splits."""
+        wide, names = [], []
+        for size, entry in itertools.zip_longest(aval.shape, spec):
+            split = [axis for axis in entry_axes(entry) if axis in counts]
+            sizes = [counts[axis] for axis in split]
+            wide += [*sizes, size // math.prod(sizes)]
+            names += [*split, None]
+        axes = tuple(axis for axis in counts if axis in names)
+        rest = (k for k, name in enumerate(names) if name is None)
+        return cls(axes, aval.shape, tuple(wide), (*map(names.index, axes), *rest))
 
-def _stacked(block: Any, dims, counts) -> Stack:
-    """Returns a device's block of a widened array as a stack."""
-    places, position = {}, 0
-    for axes in _padded(dims, block.ndim - len(sum(dims, ()))):
-        places |= {axis: position + k for k, axis in enumerate(axes)}
-        position += len(axes) + 1
-    axes = tuple(axis for axis in counts if axis in places)
-    front = [places[axis] for axis in axes]
-    rest = [k for k in range(block.ndim) if k not in front]
-    return Stack(block.transpose(*front, *rest), axes)
+    def stacked(self, x: Any) -> Any:
+        """Returns the array as a stack."""
+        return x.reshape(self.wide).transpose(self.order)
 
-
-def _unstacked(stack: Stack, dims, counts) -> Any:
-    """Returns the device's block of a widened array, the reverse of `_stacked`."""
-    ndim = stack.array.ndim - len(stack.axes)
-    order, rest = [], len(stack.axes)
-    for axes in _padded(dims, ndim):
-        order += [*(stack.axes.index(axis) for axis in axes), rest]
-        rest += 1
-    return stack.array.transpose(order)
+    def whole(self, stack: Any) -> Any:
+        """Returns the array of a stack."""
+        return stack.transpose(np.argsort(self.order)).reshape(self.shape)
 
 
 def _one(blocks: Sequence[Any]) -> Int[Array, ""]:
-    """Returns the number 1, which the compiler cannot know: it is computed from an argument."""
+    """Returns the number 1, which the compiler cannot know: it is computed from the arguments."""
     numbers = [x for x in blocks if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size]
     if not numbers:
         raise ValueError(
             "same_bits.spmd needs an argument with at least one number; all arguments are empty or "
             "random keys. Pass the batch or the parameters as an argument."
         )
-    bits = lambda x: lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.int32)
-    x = sum(bits(x) for x in numbers)  # some of the blocks may be constants
+    first = [x.ravel()[0].astype(jnp.float32) for x in numbers]  # some blocks may be constants
+    x = sum(lax.bitcast_convert_type(x, jnp.int32) for x in first)
     return 1 + (x * (x + 1) & 1)  # one of two consecutive numbers is even
 
 
@@ -314,126 +227,164 @@ def _opened(jaxpr: Jaxpr, mesh: AnyMesh) -> dict[int, tuple[JaxprEqn, Jaxpr]]:
     """
     found = {}
     for eqn in jaxprs.every(jaxpr):
-        if eqn.primitive.name == types.linear_p.name:
-            found[id(eqn)] = (eqn, types.linear_jaxpr(eqn, mesh, check_vma=True))
+        if eqn.primitive is types.linear_p:
+            program = types.linear_jaxpr(eqn, mesh, check_vma=True)
+            found |= {id(eqn): (eqn, program)} | _opened(program, mesh)
     return found
 
 
+def _names(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the axes of the mesh that an equation names."""
+    names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _is_alone(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation, or one inside it, depends on other cells or the cell's index."""
+    if eqn.primitive is types.linear_p or (_names(eqn) and eqn.primitive.name not in CASTS):
+        return True
+    return any(map(_is_alone, itertools.chain(*(body.eqns for body in jaxprs.inner(eqn)))))
+
+
+class Flat(NamedTuple):
+    """A program as a list of steps.
+
+    Attributes:
+        steps: the steps that the results depend on.
+        values: the values of constants, by their keys.
+        literals: the keys of those constants that are written in the program.
+        inputs: the keys of the arguments.
+        outputs: the keys of the results.
+    """
+
+    steps: Sequence[Step]
+    values: Mapping[int, Stack]
+    literals: set[int]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]) -> Flat:
+    """Returns the steps of a program.
+
+    A call in which something communicates is opened. A cast leaves no step.
+    """
+    numbers = itertools.count()
+    values: dict[int, Stack] = {}
+    literals: set[int] = set()
+    steps: list[Step] = []
+
+    def new(value) -> int:
+        """Returns the key of a constant."""
+        key = next(numbers)
+        values[key] = Stack(value)
+        return key
+
+    def add(program, inputs) -> list[int]:
+        """Appends the steps of a program, and returns the keys of its results."""
+        jaxpr, constants = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
+        keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+
+        def key(atom) -> int:
+            """Returns the key of an operand."""
+            if not jaxprs.is_literal(atom):
+                return keys[atom]
+            literals.add(number := new(np.asarray(atom.val, atom.aval.dtype)))
+            return number
+
+        for eqn in jaxpr.eqns:
+            reads, alone = tuple(map(key, eqn.invars)), _is_alone(eqn)
+            if jaxprs.has_effects(eqn):
+                raise ValueError(
+                    f"same_bits.spmd cannot run `{eqn.primitive.name}` ({jaxprs.origin(eqn)}), "
+                    "which prints or has another effect. Take it out of the step."
+                )
+            if eqn.primitive is types.linear_p:
+                writes = add(opened[id(eqn)][1], reads)
+            elif eqn.primitive.name in CASTS:
+                writes = reads
+            elif alone and eqn.primitive.name not in LOOPS and jaxprs.inner(eqn):
+                writes = add(jaxprs.closed(eqn.params)[0], reads)
+            else:
+                writes = tuple(next(numbers) for _ in eqn.outvars)
+                steps.append(Step(eqn, alone, reads, writes))
+            keys |= zip(eqn.outvars, writes, strict=True)
+        return [key(atom) for atom in jaxpr.outvars]
+
+    inputs = [next(numbers) for _ in jaxprs.opened(program).invars]
+    outputs = add(program, inputs)
+    return Flat(_needed(steps, outputs), values, literals, inputs, outputs)
+
+
+def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
+    """Returns the steps on which a result depends."""
+    wanted, needed = set(results), []
+    for step in reversed(steps):
+        if not wanted.isdisjoint(step.writes):
+            wanted |= {*step.reads}
+            needed.append(step)
+    return needed[::-1]
+
+
+@dataclasses.dataclass
 class Walk:
     """Runs the program of a cell for all cells of this device, inside a `shard_map`.
 
-    `counts` are the cells along each axis with more than one, and `devices` the devices along each
-    axis. `one` is the number 1, unknown to the compiler. `opened` are the programs of the library's
-    collectives.
+    A walk without `one` is inside a cell: it runs each equation where it stands.
+
+    Attributes:
+        counts: the cells along each axis with more than one.
+        devices: the devices along each axis.
+        opened: the programs of the library's collectives.
+        one: the number 1, unknown to the compiler.
     """
 
-    def __init__(self, counts, devices, one, opened):
-        """Keeps the arguments."""
-        self.counts, self.devices, self.one, self.opened = counts, devices, one, opened
-        self.keys = itertools.count()
-        self._alone_known: dict[int, tuple[bool, JaxprEqn]] = {}
+    counts: Mapping[str, int]
+    devices: Mapping[str, int]
+    opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]
+    one: Array | None = None
 
     def here(self, axis: str) -> int:
         """Returns the number of cells of this device along an axis."""
         return self.counts[axis] // self.devices[axis]
 
+    def ordered(self, axes) -> tuple[str, ...]:
+        """Returns axes in the order of the cells' axes, each once."""
+        named = set(axes)
+        return tuple(axis for axis in self.counts if axis in named)
+
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
         """Returns the value with a dim of cells for each of `axes` too: copies of what they share."""
-        wanted = tuple(axis for axis in self.counts if axis in {*axes, *stack.axes})
-        if wanted == stack.axes:
-            return stack
-        inside = stack.array.shape[len(stack.axes) :]
+        wanted = self.ordered((*axes, *stack.axes))
+        inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
         full = [self.here(axis) for axis in wanted]
-        array = jnp.broadcast_to(stack.array.reshape(*thin, *inside), (*full, *inside))
-        return Stack(array, wanted)
+        array = jnp.reshape(stack.array, (*thin, *inside))
+        return Stack(jnp.broadcast_to(array, (*full, *inside)), wanted)
 
-    # The walk
-
-    def run(
-        self, jaxpr: Jaxpr, constants: Sequence[Stack], operands: Sequence[Stack]
-    ) -> list[Stack]:
-        """Returns the results of a jaxpr."""
-        values = dict(zip(self.keys, (*constants, *operands)))
-        keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
-        steps: list[Step] = []
-        results = self._flattened(jaxpr, keys, values, steps)
-        left = _needed(steps, results)
-        # Steps that read only numbers of the program. Each segment that needs one runs it again.
-        recipes: dict[int, Step] = {}
-        literals = {key for key, stack in values.items() if key not in {*keys.values()}}
-        for step in left:
-            if not self.is_alone(step.eqn) and {*step.reads} <= literals:
-                literals |= {*step.writes}
-                recipes |= dict.fromkeys(step.writes, step)
-        left = [step for step in left if step.writes[0] not in recipes]
+    def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a program."""
+        flat = _flat(program, self.opened)
+        values = {**flat.values, **dict(zip(flat.inputs, operands, strict=True))}
+        free, left = ([], flat.steps) if self.one is None else _free(flat)
         while left:
-            alone = self.is_alone(left[0].eqn)
-            segment, left = ([left[0]], left[1:]) if alone else self._next_segment(left, values)
-            later = {key for step in left for key in step.reads} | set(results)
+            step, alone = left[0], left[0].alone or self.one is None
+            segment, left = ([step], left[1:]) if alone else self._segment(left, values)
             if alone:
-                self._run_recipes(segment[0].reads, recipes, values)
-                found = self._alone(segment[0].eqn, [values[key] for key in segment[0].reads])
-                values |= zip(segment[0].writes, found, strict=True)
+                self._run_cells(free, [k for k in step.reads if k not in values], flat, values)
+                results = self._results(step.eqn, [values[key] for key in step.reads])
+                values |= zip(step.writes, results, strict=True)
             else:
-                self._run_segment(segment, later, recipes, values)
-        self._run_recipes(results, recipes, values)
-        return [values[key] for key in results]
-
-    def _flattened(self, jaxpr, keys, values, steps) -> list[int]:
-        """Appends the equations of a jaxpr to `steps`, and returns the keys of its results.
-
-        A call in which something communicates is opened. A cast leaves no step. `keys` has the key
-        of each variable. The stacks of literals and of inner constants go into `values`.
-        """
-
-        def key(atom) -> int:
-            """Returns the key of an operand; a literal gets a new one."""
-            if not jaxprs.is_literal(atom):
-                return keys[atom]
-            return constant(_number(atom))
-
-        def constant(array) -> int:
-            """Returns a new key, for a value that all cells share."""
-            new = next(self.keys)
-            values[new] = Stack(array, ())
-            return new
-
-        for eqn in jaxpr.eqns:
-            name, reads = eqn.primitive.name, [key(atom) for atom in eqn.invars]
-            if jaxprs.has_effects(eqn):
-                raise ValueError(
-                    f"same_bits.spmd cannot run `{name}` ({jaxprs.origin(eqn)}), which prints or "
-                    "has another effect. Take it out of the step."
-                )
-            inner, constants = None, ()
-            if name == types.linear_p.name:
-                inner = self.opened[id(eqn)][1]
-            elif self.is_alone(eqn) and name not in LOOPS and (bodies := jaxprs.closed(eqn.params)):
-                inner, constants = jaxprs.opened(bodies[0]), getattr(bodies[0], "consts", ())
-            if name in CASTS:
-                writes = reads
-            elif inner is None:
-                writes = [next(self.keys) for _ in eqn.outvars]
-                steps.append(Step(eqn, tuple(reads), tuple(writes)))
-            else:
-                own = [constant(x) for x in constants]
-                inside = dict(zip((*inner.constvars, *inner.invars), (*own, *reads), strict=True))
-                writes = self._flattened(inner, inside, values, steps)
-            keys |= zip(eqn.outvars, writes, strict=True)
-        return [key(atom) for atom in jaxpr.outvars]
-
-    def is_alone(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation, or one inside it, knows of other cells."""
-        if id(eqn) not in self._alone_known:
-            inside = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
-            found = any(e.primitive.name in ACROSS for e in (eqn, *inside))
-            self._alone_known[id(eqn)] = found, eqn
-        return self._alone_known[id(eqn)][0]
+                later = {key for step in left for key in step.reads} | {*flat.outputs}
+                writes = [key for step in segment for key in step.writes if key in later]
+                self._run_cells([*free, *segment], writes, flat, values)
+        self._run_cells(free, [k for k in flat.outputs if k not in values], flat, values)
+        return [values[key] for key in flat.outputs]
 
     # Segments
 
-    def _next_segment(self, left: Sequence[Step], values) -> tuple[list[Step], list[Step]]:
+    def _segment(self, left: Sequence[Step], values) -> tuple[list[Step], list[Step]]:
         """Returns the steps of the next segment, and the others.
 
         A segment takes all steps that can run now and whose operands differ along the same axes.
@@ -441,10 +392,11 @@ class Walk:
         every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
-        segment, others, wanted, waiting = [], [], None, set()
+        segment, others, waiting = [], [], set()
+        wanted = None
         for step in left:
             axes = self.ordered(axis for key in step.reads for axis in axes_of.get(key, ()))
-            ready = waiting.isdisjoint(step.reads) and not self.is_alone(step.eqn)
+            ready = waiting.isdisjoint(step.reads) and not step.alone
             if ready and wanted in (None, axes):
                 wanted = axes
                 segment.append(step)
@@ -454,37 +406,27 @@ class Walk:
                 waiting |= {*step.writes}
         return segment, others
 
-    def ordered(self, axes) -> tuple[str, ...]:
-        """Returns axes in the order of the cells' axes, each once."""
-        named = set(axes)
-        return tuple(axis for axis in self.counts if axis in named)
-
-    def _run_recipes(self, keys, recipes, values) -> None:
-        """Puts the stacks of those `keys` that are results of recipes into `values`."""
-        for key in keys:
-            if key not in values:
-                self._run_segment([recipes[key]], {*recipes[key].writes}, recipes, values)
-
-    def _run_segment(self, segment: Sequence[Step], later, recipes, values) -> None:
-        """Runs the steps of a segment for each cell, and puts what is read `later` into `values`."""
-        written = {key for step in segment for key in step.writes}
-        outer = [key for step in segment for key in step.reads if key not in written]
-        steps = [*_with_recipes(outer, recipes, values), *segment]
-        made = {key for step in steps for key in step.writes}
-        reads = list(dict.fromkeys(k for step in steps for k in step.reads if k not in made))
-        writes = [key for step in segment for key in step.writes if key in later]
-        axes = self.ordered(axis for key in reads for axis in values[key].axes)
+    def _run_cells(self, steps: Sequence[Step], wanted: Sequence[int], flat: Flat, values) -> None:
+        """Computes the values of the `wanted` keys for each cell, and puts them into `values`."""
+        if not wanted:
+            return
+        steps = _needed(steps, wanted)
+        known_inside = {key for step in steps for key in step.writes} | flat.literals
+        reads = {key: values[key] for step in steps for key in step.reads if key not in known_inside}
+        axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
+        inside = Walk({}, {}, self.opened)
 
         def cell(*operands):
-            """Returns the segment's results for one cell."""
-            known = dict(zip(reads, operands, strict=True))
+            """Returns the wanted values for one cell."""
+            known = {key: flat.values[key] for key in flat.literals}
+            known |= zip(reads, map(Stack, operands), strict=True)
             for step in steps:
-                found = _computed(step.eqn, [known[key] for key in step.reads])
-                known |= zip(step.writes, found, strict=True)
-            return [known[key] for key in writes]
+                results = inside._results(step.eqn, [known[key] for key in step.reads])
+                known |= zip(step.writes, results, strict=True)
+            return [known[key].array for key in wanted]
 
-        results = self._for_each_cell(cell, [values[key] for key in reads], axes)
-        values |= {key: Stack(x, axes) for key, x in zip(writes, results, strict=True)}
+        results = self._for_each_cell(cell, list(reads.values()), axes)
+        values |= {key: Stack(x, axes) for key, x in zip(wanted, results, strict=True)}
 
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
         """Returns the results of `cell` for each cell of this device, one after the other."""
@@ -517,69 +459,150 @@ class Walk:
         results = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(cell, *operands)]
         return lax.fori_loop(0, self.one, trip, results)
 
-    # Equations that know of other cells
+    # Equations
 
-    def _alone(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of an equation that communicates, or in which something does."""
+    def _results(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of an equation."""
         name, params = eqn.primitive.name, eqn.params
         if params.get("axis_index_groups") is not None:
             raise ValueError(
                 f"same_bits.spmd has no rule for `{name}` with axis_index_groups "
                 f"({jaxprs.origin(eqn)}). Give the groups an axis of their own."
             )
-        names = params.get("axis_name", params.get("axes", ()))
-        names = (names,) if isinstance(names, str) else tuple(names)
-        names = tuple(axis for axis in names if axis in self.counts)
-        if name in SUMS:
-            return [functools.reduce(self.sum, names, stack) for stack in operands]
-        if name in EXTREMES:
-            extreme = functools.partial(self.extreme, *EXTREMES[name])
-            return [functools.reduce(extreme, names, stack) for stack in operands]
         rules = {"scan": self._scan, "cond": self._cond}
+        if not self.counts:
+            rules["while"] = self._while
         if name in rules:
             return rules[name](eqn, operands)
-        moves = {"axis_index": self._axis_index, "replicated": self._shared}
-        moves |= {"ppermute": self._ppermute, "all_to_all": self._all_to_all}
-        moves |= dict.fromkeys(GATHERS, self._all_gather)
-        moves |= dict.fromkeys(SCATTERS, self._reduce_scatter)
-        if name not in moves:
+        names = tuple(axis for axis in _names(eqn) if axis in self.counts)
+        if name in TREES:
+            return [self.tree(TREES[name], names, stack) for stack in operands]
+        moves = {"replicated": self._shared, "ppermute": self._ppermute}
+        moves |= dict.fromkeys(
+            ("all_gather", "all_gather_invariant", "all_gather_reduced"), self._all_gather
+        )
+        moves |= dict.fromkeys(
+            ("reduce_scatter", "unreduced_reduce_scatter"), self._reduce_scatter
+        )
+        moves["all_to_all"] = self._all_to_all
+        if name in moves:
+            return [moves[name](names, params, stack) for stack in operands]
+        if name == "axis_index":
+            return [self._own(names, self._indices(names), ())]
+        if _is_alone(eqn):
             raise ValueError(
                 f"same_bits.spmd has no rule for `{name}` ({jaxprs.origin(eqn)}). Use psum, "
                 "all_gather, psum_scatter, ppermute, all_to_all, scan or cond there."
             )
-        return [moves[name](names, params, *operands)]
+        if jaxprs.called(eqn) is not None:
+            if params.get("prevent_cse") and params.get("differentiated"):
+                operands = lax.optimization_barrier(list(operands))  # values are computed again
+            return self.run(jaxprs.closed(params)[0], operands)
+        # A sharding in the parameters is that of the mesh of cells.
+        params = params | {key: None for key in params if key in ("sharding", "out_sharding")}
+        arrays = [stack.array for stack in operands]
+        results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+        return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
 
-    def sum(self, stack: Stack, axis: str) -> Stack:
-        """Returns the sum over the cells of an axis, by a binary tree over their indices.
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a loop."""
+        (body,) = jaxprs.closed(eqn.params)
+        constants, carries = jaxprs.scan_parts(eqn)
+        split = constants + carries
+        avals = jaxprs.types(jaxprs.opened(body).invars[constants:split])
+        axes = [self.ordered(types.axes_of_type(aval)) for aval in avals]
 
-        The branches of this device come first. The other levels double the branch: each device adds
-        that of the device whose index differs in one bit.
+        def carried(stacks):
+            """Returns the carries, with the axes that they have in all trips."""
+            return [self.over(*pair) for pair in zip(stacks, axes, strict=True)]
+
+        def trip(carry, slices):
+            """Returns the carries and the stacked results of one trip."""
+            results = self.run(body, [*operands[:constants], *carry, *slices])
+            return carried(results[:carries]), results[carries:]
+
+        def moved(stack, start, end):
+            """Returns a stack with the dim of the trips at another place."""
+            return Stack(jnp.moveaxis(stack.array, start, end), stack.axes)
+
+        carry, stacked = lax.scan(
+            trip,
+            carried(operands[constants:split]),
+            [moved(stack, len(stack.axes), 0) for stack in operands[split:]],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+        )
+        return carry + [moved(stack, 0, len(stack.axes)) for stack in stacked]
+
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a loop without a fixed number of trips."""
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        first = eqn.params["cond_nconsts"]
+        split = first + eqn.params["body_nconsts"]
+        return lax.while_loop(
+            lambda carry: self.run(test, [*operands[:first], *carry])[0].array,
+            lambda carry: self.run(body, [*operands[first:split], *carry]),
+            [self.over(stack, ()) for stack in operands[split:]],
+        )
+
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a conditional.
+
+        If the cells take different branches, all branches run, and each cell keeps its own.
         """
-        if axis not in stack.axes:  # a power of two, so that the product is exact
-            return stack._replace(array=stack.array * self.counts[axis])
-        at, x = stack.axes.index(axis), stack.array
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = x.astype(types.accumulation_dtype(x.dtype))
-        while x.shape[at] > 1:
-            x = lax.slice_in_dim(x, 0, None, 2, at) + lax.slice_in_dim(x, 1, None, 2, at)
-        x, n = lax.squeeze(x, (at,)), self.devices[axis]
-        for bit in range(n.bit_length() - 1):
-            x = x + lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)])
-        return Stack(x.astype(stack.array.dtype), stack.axes[:at] + stack.axes[at + 1 :])
+        index, *operands = operands
+        # What the branches compute differs along the axes of the index too.
+        axes = [(*types.axes_of_type(aval), *index.axes) for aval in jaxprs.types(eqn.outvars)]
 
-    def extreme(self, over_cells, over_devices, stack: Stack, axis: str) -> Stack:
-        """Returns the largest or smallest value over the cells of an axis, in any order."""
-        if axis not in stack.axes:
-            return stack
-        at = stack.axes.index(axis)
-        x = over_devices(over_cells(stack.array, axis=at), axis)
-        return Stack(x, stack.axes[:at] + stack.axes[at + 1 :])
+        def branch(body):
+            """Returns the results of one branch."""
+            results = self.run(body, operands)
+            return [self.over(*pair) for pair in zip(results, axes, strict=True)]
+
+        branches = [functools.partial(branch, body) for body in eqn.params["branches"]]
+        if not index.axes:
+            return lax.switch(index.array, branches)
+        chosen, *others = [branch() for branch in branches]
+        for k, options in enumerate(others, 1):
+            chosen = [self._chosen(index, k, *pair) for pair in zip(options, chosen, strict=True)]
+        return chosen
+
+    def _chosen(self, index: Stack, k: int, option: Stack, other: Stack) -> Stack:
+        """Returns `option` for the cells whose index is `k`, and `other` for the others."""
+        here = self.over(index, option.axes).array == k
+        here = here.reshape(*here.shape, *[1] * (option.array.ndim - here.ndim))
+        return Stack(jnp.where(here, option.array, other.array), option.axes)
+
+    # Collectives
+
+    def tree(self, join, names: Sequence[str], stack: Stack) -> Stack:
+        """Returns the cells' values along `names`, joined by a binary tree over their indices.
+
+        Along each axis, the branches of this device come first. The other levels double the branch:
+        each device joins its value with that of the device whose index differs in one bit.
+        """
+        x, dtype = stack.array, stack.array.dtype
+        if jnp.issubdtype(dtype, jnp.floating):
+            x = x.astype(types.accumulation_dtype(dtype))
+        axes = list(stack.axes)
+        for axis in names:
+            if axis not in axes:  # all cells share it; their number is a power of two
+                x = x * self.counts[axis] if join is lax.add else x
+                continue
+            at, n = axes.index(axis), self.devices[axis]
+            while x.shape[at] > 1:
+                x = join(*(lax.slice_in_dim(x, k, None, 2, at) for k in range(2)))
+            x = lax.squeeze(x, (at,))
+            axes.remove(axis)
+            for bit in range(n.bit_length() - 1):
+                x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))
+        return Stack(x.astype(dtype), tuple(axes))
 
     def _indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
         """Returns the indices of this device's cells along axes that count as one."""
         index = jnp.zeros((1,), jnp.int32)
         for axis in names:
-            first = lax.axis_index(axis) * self.here(axis) if self.devices[axis] > 1 else 0
+            first = lax.axis_index(axis) * self.here(axis)
             own = first + jnp.arange(self.here(axis), dtype=jnp.int32)
             index = (index[:, None] * self.counts[axis] + own[None]).reshape(-1)
         return index
@@ -590,35 +613,24 @@ class Walk:
         stack = self.over(stack, names)
         x, rest = stack.array, tuple(axis for axis in stack.axes if axis not in names)
         for axis in names:
-            if self.devices[axis] > 1:
-                x = lax.all_gather(x, axis, axis=stack.axes.index(axis), tiled=True)
-        inside = range(len(stack.axes), x.ndim)
-        x = x.transpose(*(stack.axes.index(axis) for axis in (*rest, *names)), *inside)
-        return x.reshape(
-            *x.shape[: len(rest)], -1, *(x.shape[k] for k in range(len(stack.axes), x.ndim))
-        ), rest
+            x = lax.all_gather(x, axis, axis=stack.axes.index(axis), tiled=True)
+        x = x.transpose(
+            *map(stack.axes.index, (*rest, *names)), *range(len(stack.axes), x.ndim)
+        )
+        inside = x.shape[len(stack.axes) :]
+        return x.reshape(*x.shape[: len(rest)], -1, *inside), rest
 
     def _own(self, names, x: Array, rest) -> Stack:
         """Returns the stack of [cells of `rest`..., own cells along `names`, dims of a cell...]."""
-        given, counts = (*rest, *names), [self.here(axis) for axis in names]
-        x = x.reshape(*x.shape[: len(rest)], *counts, *x.shape[len(rest) + 1 :])
-        axes = self.ordered(given)
-        inside = range(len(given), x.ndim)
-        return Stack(x.transpose(*(given.index(axis) for axis in axes), *inside), axes)
-
-    def _axis_index(self, names, params) -> Stack:
-        """Returns the index of each cell."""
-        if not names:
-            return Stack(jnp.zeros((), jnp.int32), ())
-        return self._own(names, self._indices(names), ())
+        given = (*rest, *names)
+        counts, inside = map(self.here, given), x.shape[len(rest) + 1 :]
+        x, axes = x.reshape(*counts, *inside), self.ordered(given)
+        return Stack(x.transpose(*map(given.index, axes), *range(len(given), x.ndim)), axes)
 
     def _shared(self, names, params, stack: Stack) -> Stack:
         """Returns a value that the program declares equal along `names`, once for all cells."""
-        x, axes = stack.array, [axis for axis in stack.axes if axis not in names]
-        for at in reversed(range(len(stack.axes))):
-            if stack.axes[at] in names:
-                x = lax.index_in_dim(x, 0, at, keepdims=False)
-        return Stack(x, tuple(axes))
+        first = tuple(0 if axis in names else slice(None) for axis in stack.axes)
+        return Stack(stack.array[first], tuple(axis for axis in stack.axes if axis not in names))
 
     def _all_gather(self, names, params, stack: Stack) -> Stack:
         """Returns the values of all cells, along a dim of each cell."""
@@ -631,7 +643,8 @@ class Walk:
 
     def _reduce_scatter(self, names, params, stack: Stack) -> Stack:
         """Returns each cell's part of the sum."""
-        x, rest = functools.reduce(self.sum, names, stack)
+        stack = self.tree(lax.add, names, stack)
+        x, rest = stack.array, stack.axes
         dim, n = len(rest) + params["scatter_dimension"], math.prod(self.counts[a] for a in names)
         if params["tiled"]:
             x = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
@@ -641,12 +654,10 @@ class Walk:
     def _ppermute(self, names, params, stack: Stack) -> Stack:
         """Returns for each cell the value of the cell that sends to it, or zeros."""
         x, rest = self._of_all(names, stack)
-        source = np.full(math.prod(self.counts[axis] for axis in names), -1, np.int32)
-        for start, end in params["perm"] if names else ():
-            source[end] = start
-        if not names:
-            source[:] = 0
-        sources = jnp.asarray(source)[self._indices(names)]
+        sources = np.full(x.shape[len(rest)], -1, np.int32)
+        for start, end in params["perm"]:
+            sources[end] = start
+        sources = jnp.asarray(sources)[self._indices(names)]
         x = jnp.take(x, jnp.maximum(sources, 0), axis=len(rest))
         sends = sources.reshape(-1, *[1] * (x.ndim - len(rest) - 1)) >= 0
         return self._own(names, jnp.where(sends, x, jnp.zeros_like(x)), rest)
@@ -654,7 +665,7 @@ class Walk:
     def _all_to_all(self, names, params, stack: Stack) -> Stack:
         """Returns for each cell its part of every cell's value."""
         x, rest = self._of_all(names, stack)
-        first, n = len(rest) + 1, math.prod(self.counts[axis] for axis in names)
+        first, n = len(rest) + 1, x.shape[len(rest)]
         split, joined = params["split_axis"], params["concat_axis"]
         if params["tiled"]:
             x = x.reshape(*x.shape[: first + split], n, -1, *x.shape[first + split + 1 :])
@@ -666,105 +677,17 @@ class Walk:
             x = x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
         return self._own(names, x, rest)
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of a loop in whose body something communicates."""
-        (body,) = jaxprs.closed(eqn.params)
-        jaxpr = jaxprs.opened(body)
-        constants, carries = jaxprs.scan_parts(eqn)
-        split = constants + carries
-        shared = [Stack(jnp.asarray(x), ()) for x in getattr(body, "consts", ())]
-        declared = [self._declared(var.aval) for var in jaxpr.invars[constants:split]]
-        begin = [self.over(*pair) for pair in zip(operands[constants:split], declared, strict=True)]
-        axes_of_carries = [stack.axes for stack in begin]
-        sliced, stacked_axes = operands[split:], []
 
-        def trip(carry, slices):
-            """Returns the carries and the stacked results of one trip, as arrays."""
-            given = [Stack(x, axes) for x, axes in zip(carry, axes_of_carries, strict=True)]
-            given += [Stack(x, stack.axes) for x, stack in zip(slices, sliced, strict=True)]
-            results = self.run(jaxpr, shared, [*operands[:constants], *given])
-            after = [self.over(*p) for p in zip(results[:carries], axes_of_carries, strict=True)]
-            stacked_axes[:] = [stack.axes for stack in results[carries:]]
-            return [stack.array for stack in after], [stack.array for stack in results[carries:]]
+def _free(flat: Flat) -> tuple[list[Step], list[Step]]:
+    """Returns the steps that read only numbers of the program, and the others.
 
-        arrays, stacked = lax.scan(
-            trip,
-            [stack.array for stack in begin],
-            [jnp.moveaxis(stack.array, len(stack.axes), 0) for stack in sliced],
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-        )
-        found = [Stack(x, axes) for x, axes in zip(arrays, axes_of_carries, strict=True)]
-        return found + [
-            Stack(jnp.moveaxis(x, 0, len(axes)), axes)
-            for x, axes in zip(stacked, stacked_axes, strict=True)
-        ]
-
-    def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of a conditional in whose branches something communicates.
-
-        If the cells take different branches, all branches run, and each cell keeps its own.
-        """
-        index, *operands = operands
-        declared = [self._declared(aval) for aval in jaxprs.types(eqn.outvars)]
-        # What the branches compute differs along the axes of the index too.
-        wanted = [self.ordered((*axes, *index.axes)) for axes in declared]
-
-        def branch(body, *_):
-            """Returns the arrays of one branch's results."""
-            shared = [Stack(jnp.asarray(x), ()) for x in getattr(body, "consts", ())]
-            results = self.run(jaxprs.opened(body), shared, operands)
-            return [self.over(*pair).array for pair in zip(results, wanted, strict=True)]
-
-        branches = [functools.partial(branch, body) for body in eqn.params["branches"]]
-        if not index.axes:
-            arrays = lax.switch(index.array, branches)
+    Each segment that needs the result of a free step runs it again.
+    """
+    free, others, known = [], [], set(flat.literals)
+    for step in flat.steps:
+        if step.alone or not known.issuperset(step.reads):
+            others.append(step)
         else:
-            every = [take() for take in branches]
-            chosen = lambda axes: self.over(index, axes).array
-            arrays = [
-                self._chosen(chosen(axes), options)
-                for axes, *options in zip(wanted, *every, strict=True)
-            ]
-        return [Stack(x, axes) for x, axes in zip(arrays, wanted, strict=True)]
-
-    @staticmethod
-    def _chosen(index: Array, options: Sequence[Array]) -> Array:
-        """Returns for each cell that of the `options` which the cell's `index` names."""
-        index = jnp.clip(index, 0, len(options) - 1)
-        wide = index.reshape(*index.shape, *[1] * (options[0].ndim - index.ndim))
-        chosen = options[0]
-        for k, option in enumerate(options[1:], 1):
-            chosen = jnp.where(wide == k, option, chosen)
-        return chosen
-
-    def _declared(self, aval: Any) -> tuple[str, ...]:
-        """Returns the axes along which a value may differ by its type."""
-        return self.ordered(types.axes_of_type(aval))
-
-
-def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
-    """Returns the steps on which a result depends."""
-    wanted, needed = set(results), []
-    for step in reversed(steps):
-        if not wanted.isdisjoint(step.writes):
-            wanted |= {*step.reads}
-            needed.append(step)
-    return needed[::-1]
-
-
-def _with_recipes(keys, recipes: Mapping[int, Step], values) -> list[Step]:
-    """Returns the recipes that compute those `keys` that have no value yet, in order."""
-    found: dict[int, Step] = {}
-
-    def add(key):
-        """Adds the recipe of a key, after those that it needs."""
-        if key in values or key not in recipes or recipes[key].writes[0] in found:
-            return
-        for below in recipes[key].reads:
-            add(below)
-        found[recipes[key].writes[0]] = recipes[key]
-
-    for key in keys:
-        add(key)
-    return list(found.values())
+            free.append(step)
+            known |= {*step.writes}
+    return free, others
