@@ -665,17 +665,12 @@ class Walk:
     def _all_to_all(self, names, params, stack: Stack) -> Stack:
         """Returns for each cell its part of every cell's value."""
         x, rest = self._of_all(names, stack)
-        first, n = len(rest) + 1, x.shape[len(rest)]
-        split, joined = params["split_axis"], params["concat_axis"]
-        if params["tiled"]:
-            x = x.reshape(*x.shape[: first + split], n, -1, *x.shape[first + split + 1 :])
-        x = jnp.moveaxis(x, first + split, first - 1)  # [..., to, from, dims of a cell]
-        x = jnp.take(x, self._indices(names), axis=first - 1)
-        x = jnp.moveaxis(x, first, first + joined)
-        if params["tiled"]:
-            at = first + joined
-            x = x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
-        return self._own(names, x, rest)
+        at, n = len(rest), x.shape[len(rest)]
+        split, joined = (1 + at + params[key] for key in ("split_axis", "concat_axis"))
+        x = x.reshape(*x.shape[:split], n, -1, *x.shape[split + 1 :])
+        x = jnp.moveaxis(x, split, at)  # [..., to, from, dims of a cell]
+        x = jnp.moveaxis(jnp.take(x, self._indices(names), axis=at), at + 1, joined)
+        return self._own(names, x.reshape(*x.shape[:joined], -1, *x.shape[joined + 2 :]), rest)
 
 
 def _free(flat: Flat) -> tuple[list[Step], list[Step]]:
