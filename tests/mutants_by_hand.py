@@ -2608,8 +2608,53 @@ BISECT = (
     ),
 )
 
+KERNELS = "test_same_bits.py::test_a_few_kernels_have_the_same_bits_on_every_mesh"
+SAME_BITS = (
+    # A kernel for all cells at once
+    Mutant(
+        "Walk._for_each_cell",
+        "lax.map(along_others, sliced)",
+        "jax.vmap(along_others)(sliced)",
+        KERNELS,
+        bits=True,
+    ),
+    # A loop that the compiler knows to run once
+    Mutant("_one", "1 + (x * (x + 1) & 1)", "1 + (x & 0)", KERNELS, bits=True),
+    # A loop whose operands are the same in each trip
+    Mutant(
+        "Walk._enclosed",
+        "varied, _ = lax.optimization_barrier((list(operands), index))",
+        "varied = operands",
+        KERNELS,
+        bits=True,
+    ),
+    # The devices' sum in an order of its own
+    Mutant(
+        "Walk.tree",
+        "x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))",
+        "x = lax.psum(x, axis) if bit == 0 else x",
+        KERNELS,
+        bits=True,
+    ),
+    # Cells that are no branch of the tree
+    Mutant(
+        "Walk.tree",
+        "lax.slice_in_dim(x, k, None, 2, at)",
+        "jnp.split(x, 2, at)[k]",
+        KERNELS,
+        bits=True,
+    ),
+    Mutant(
+        "Walk.tree",
+        "x * self.counts[axis] if join is lax.add else x",
+        "x",
+        "test_same_bits.py::test_by_cells_as_by_devices -k shared",
+    ),
+)
+
 BY_HAND = (
     *ISLANDS,
+    *SAME_BITS,
     *COLLECTIVES,
     *LAYERS,
     *EXPERTS,

@@ -37,6 +37,42 @@ def mesh_of(sizes, cells=CELLS):
     return mesh.make(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))])
 
 
+# A few kernels, compiled in a second: by this test a mutant dies that breaks a rule
+
+
+def descent(weights, rows):
+    """Three steps down a made-up slope, with a normalised layer, a clipped norm and a momentum."""
+
+    def trip(carry, _):
+        weights, momentum = carry
+        hidden = jax.nn.gelu(rows @ weights)
+        hidden = hidden / jnp.sqrt(jnp.mean(hidden**2, axis=1, keepdims=True) + 1e-3)
+        gradient = lax.psum(rows.T @ (jnp.exp(-hidden) * hidden), "data")
+        norm = jnp.sqrt(jnp.sum(gradient.astype(jnp.float32) ** 2)).astype(gradient.dtype)
+        momentum = 0.9 * momentum + 0.1 * gradient / jnp.maximum(norm, 1)
+        return (weights * 0.99 - 0.1 * momentum, momentum), norm
+
+    return lax.scan(trip, (weights, jnp.zeros_like(weights)), None, length=3)
+
+
+@functools.cache
+def slope_run(data, dtype):
+    devices = mesh_of({"data": data}, {"data": 8})
+    rows = np.random.default_rng(0).standard_normal((8 * 24, 21)).astype(dtype)
+    weights = np.random.default_rng(1).standard_normal((21, 13)).astype(dtype)
+    run = same_bits.spmd(
+        descent, cells={"data": 8}, mesh=devices, in_specs=(P(), P("data")), out_specs=P()
+    )
+    return jax.tree.leaves(jax.device_get(jax.jit(run)(weights, rows)))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("data", [2, 4, 8])
+def test_a_few_kernels_have_the_same_bits_on_every_mesh(data, dtype):
+    assert differing(slope_run(data, dtype), slope_run(1, dtype)) == 0
+
+
 # A user's model: an Equinox module that is split over tensor, with AdamW and a clipped norm
 
 
@@ -116,6 +152,7 @@ def differing(found, wanted):
     return sum(a.tobytes() != b.tobytes() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
@@ -125,12 +162,14 @@ def test_a_users_step_has_the_same_bits_on_every_mesh(sizes, dtype):
 
 
 @pytest.mark.bits
+@pytest.mark.long
 def test_an_ordinary_step_has_not():
     wanted = user_run(ordinary, ())
     assert differing(user_run(ordinary, (("data", 4),)), wanted) > 0
 
 
 @pytest.mark.bits
+@pytest.mark.long
 def test_a_run_may_change_its_mesh():
     train, state = user_step(of_cells(), mesh_of({"data": 4}))
     losses = []
@@ -208,6 +247,7 @@ def test_gpt2_has_the_same_bits_on_every_mesh(line, sizes):
 # By cells as by devices
 
 
+@pytest.mark.long
 def test_the_step_is_the_ordinary_one():
     found, wanted = user_run(of_cells, (("data", 2),)), user_run(ordinary, (("data", 4),))
     for a, b in zip(found, wanted, strict=True):
@@ -222,6 +262,9 @@ def whole(x):
 COLLECTIVES = {
     "psum": lambda x: lax.psum(x, "data"),
     "psum of two axes": lambda x: lax.psum(x, ("data", "tensor")),
+    "psum of a shared value": lambda x: lax.psum(
+        lax.pcast(lax.psum(x, "data"), "data", to="varying"), "data"
+    ),
     "pmean": lambda x: lax.pmean(x, "data"),
     "pmax": lambda x: lax.pmax(x, ("tensor", "data")),
     "pmin": lambda x: lax.pmin(x, "data"),
