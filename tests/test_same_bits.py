@@ -3,9 +3,12 @@ GPT-2; each collective by cells equals the collective by devices; and what is re
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import equinox as eqx
+import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +149,11 @@ def user_run(spmd_of, sizes, dtype=jnp.float32, steps=5):
 
 def ordinary():
     return mesh.spmd
+
+
+def digest(arrays):
+    """A hash of all numbers."""
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
 
 
 def differing(found, wanted):
@@ -369,3 +377,16 @@ def _grouped(x):
 
 def _summed_without_end(x):
     return lax.while_loop(lambda c: c[0] < 9, lambda c: c + lax.pmax(jnp.abs(c), "data") + 1, x)
+
+
+# Processes
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_have_the_same_bits_as_one(tmp_path, processes):
+    program = Path(__file__).with_name("same_bits_run.py")
+    with faults.Running(tmp_path, processes=processes, program=program) as job:
+        code, printed = job.wait(), job.printed()
+    assert code == 0, printed
+    assert f"hash {digest(user_run(of_cells, ()))}" in printed
