@@ -412,7 +412,9 @@ class Walk:
             return
         steps = _needed(steps, wanted)
         known_inside = {key for step in steps for key in step.writes} | flat.literals
-        reads = {key: values[key] for step in steps for key in step.reads if key not in known_inside}
+        reads = {
+            key: values[key] for step in steps for key in step.reads if key not in known_inside
+        }
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
         inside = Walk({}, {}, self.opened)
 
@@ -481,9 +483,7 @@ class Walk:
         moves |= dict.fromkeys(
             ("all_gather", "all_gather_invariant", "all_gather_reduced"), self._all_gather
         )
-        moves |= dict.fromkeys(
-            ("reduce_scatter", "unreduced_reduce_scatter"), self._reduce_scatter
-        )
+        moves |= dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), self._reduce_scatter)
         moves["all_to_all"] = self._all_to_all
         if name in moves:
             return [moves[name](names, params, stack) for stack in operands]
@@ -614,9 +614,7 @@ class Walk:
         x, rest = stack.array, tuple(axis for axis in stack.axes if axis not in names)
         for axis in names:
             x = lax.all_gather(x, axis, axis=stack.axes.index(axis), tiled=True)
-        x = x.transpose(
-            *map(stack.axes.index, (*rest, *names)), *range(len(stack.axes), x.ndim)
-        )
+        x = x.transpose(*map(stack.axes.index, (*rest, *names)), *range(len(stack.axes), x.ndim))
         inside = x.shape[len(stack.axes) :]
         return x.reshape(*x.shape[: len(rest)], -1, *inside), rest
 
