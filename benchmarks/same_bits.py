@@ -55,12 +55,12 @@ def compared(name, arguments):
 
     step = prepared(layout, eight)
     state = jax.device_get(step.init())
-    by_cells = functools.partial(same_bits.spmd, cells=layout.axes)
     for devices, ordinary in ((one, prepared(Layout(), one)), (eight, step)):
         cells = decoder.compiled(
-            *(step.local, step.shapes, step.specs, devices, step.keys),
+            *(step.local, step.shapes, step.specs),
+            functools.partial(same_bits.spmd, cells=layout.axes, mesh=devices),
+            step.keys,
             batch_spec=P(layout.batch_axes),
-            spmd=by_cells,
         )
         rivals = {"cells": cells, "ordinary": ordinary.train}
         programs, compiling = {}, {}

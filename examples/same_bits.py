@@ -31,16 +31,15 @@ def prepared(layout, devices):
         *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices),
         batch=BATCH,
         key=jax.random.key(0),
-        compute=decoder.Compute(max_norm=1.0),
     )
 
 
 def by_cells(step, devices):
     """The step of data 8, on any mesh whose sizes divide these."""
+    spmd = functools.partial(same_bits.spmd, cells=CELLS.axes, mesh=devices)
     return decoder.compiled(
-        *(step.local, step.shapes, step.specs, devices, step.keys),
+        *(step.local, step.shapes, step.specs, spmd, step.keys),
         batch_spec=P(CELLS.batch_axes),
-        spmd=functools.partial(same_bits.spmd, cells=CELLS.axes),
     )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 from parallax import jaxprs
 from parallax import mesh as meshes
@@ -134,7 +134,7 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
     if set(sizes) != set(cells) or any(cells[axis] % n for axis, n in sizes.items()):
         raise ValueError(
             f"same_bits.spmd needs a mesh with the axes of the cells, whose sizes divide those of "
-            f"the cells; got the mesh {sizes} for the cells {dict(cells)}. Give the mesh every axis "
+            f"the cells; got the mesh {sizes} for the cells {dict(cells)}. Give the mesh each axis "
             "(of size 1 where it is not split), and at least as many cells as devices."
         )
 
@@ -355,7 +355,7 @@ class Walk:
         return tuple(axis for axis in self.counts if axis in named)
 
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
-        """Returns the value with a dim of cells for each of `axes` too: copies of what they share."""
+        """Returns the value with a dim of cells for each of `axes` too, which holds copies."""
         wanted = self.ordered((*axes, *stack.axes))
         inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]

@@ -232,10 +232,9 @@ def gpt2_run(line, sizes, steps=5):
     state = jax.device_get(make(mesh_of(layout.axes, layout.axes)).init())
     train = decoder.compiled(
         *(prepared.local, prepared.shapes, prepared.specs),
-        mesh_of(dict(sizes), layout.axes),
+        functools.partial(of_cells(layout.axes), mesh=mesh_of(dict(sizes), layout.axes)),
         prepared.keys,
         batch_spec=P(layout.batch_axes),
-        spmd=of_cells(layout.axes),
     )
     losses = []
     for k in range(steps):
@@ -344,9 +343,10 @@ def _varying(x):
 # Refusals
 
 
-def mapped(f, cells=CELLS, sizes=None, spec=P("data")):
+def mapped(f, cells=CELLS, sizes=None):
     devices = mesh_of({} if sizes is None else sizes, sizes or cells)
-    return same_bits.spmd(f, cells=cells, mesh=devices, in_specs=spec, out_specs=spec)
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    return same_bits.spmd(f, cells=cells, mesh=devices, **specs)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,10 @@ def train_step(
             return None
         return sequence_keys(dropout_key, number, sequences)
 
-    train = compiled(local, state.shapes, state.specs, mesh, keys, batch_spec=P(layout.batch_axes))
+    on_mesh = functools.partial(meshes.spmd, mesh=mesh)
+    train = compiled(
+        local, state.shapes, state.specs, on_mesh, keys, batch_spec=P(layout.batch_axes)
+    )
     return TrainStep(state.init, state.shapes, train, state.specs, local, keys, batch, setup)
 
 
@@ -243,13 +246,12 @@ def compiled(
     local: Callable[..., Any],
     shapes: PyTree,
     specs: PyTree,
-    mesh: meshes.AnyMesh,
+    spmd: Callable[..., Any],
     keys: Callable[[Array], Any],
     *,
     batch_spec: P,
     info_spec: P = P(),  # noqa: B008
     options: int = 1,
-    spmd: Callable[..., Any] = meshes.spmd,
 ) -> Train:
     """Returns the step `local`, mapped over the mesh and compiled. It donates the state.
 
@@ -257,18 +259,17 @@ def compiled(
         local: the step on local blocks, `(state, batch, *options) -> (state, info)` of a `Batch`.
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
-        mesh: the mesh.
+        spmd: the function that maps the step over the mesh: `mesh.spmd` with its `mesh`, or
+            `same_bits.spmd` with its `cells` too.
         keys: a function from the step's number to the random keys of the global batch; it returns
             None without dropout.
         batch_spec: the spec of the batch.
         info_spec: the spec of the loss and the norm.
         options: the number of options of `local`. Each is the same on all devices; one that the
             caller leaves out is None.
-        spmd: the function that maps the step over the mesh, with the keyword arguments of
-            `mesh.spmd`; for example `same_bits.spmd` with its `cells`.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
-    step = spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
+    step = spmd(local, in_specs=in_specs, out_specs=(specs, info_spec))
     static = eqx.filter(shapes, meshes.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)

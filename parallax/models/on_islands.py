@@ -11,6 +11,7 @@ by the recipe of `decoder`, and every H steps a round averages the copies' chang
 mesh.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import islands
+from parallax import mesh as meshes
 from parallax.collectives import AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.islands import ALL_AT_ONCE, Stream
@@ -93,7 +95,7 @@ def train_step(
         islands.local(one_island.local, outer, every=every, **options),
         state.shapes,
         state.specs,
-        setup.mesh,
+        functools.partial(meshes.spmd, mesh=setup.mesh),
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
