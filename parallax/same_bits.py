@@ -37,7 +37,9 @@ from parallax.trees import AnyMesh, entry_axes, is_array
 # Equations that change only the type of a value
 CASTS = {"pvary", "pcast", "terms", "vary_unreduced_cast"}
 # Collectives that join two values to one; the others move values
-TREES = dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), lax.add)
+TREES: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("psum", "psum_invariant", "unreduced_psum"), lax.add
+)
 TREES |= {"pmax": lax.max, "pmin": lax.min}
 LOOPS = {"scan", "while", "cond"}
 
@@ -216,7 +218,7 @@ def _one(blocks: Sequence[Any]) -> Int[Array, ""]:
             "random keys. Pass the batch or the parameters as an argument."
         )
     first = [x.ravel()[0].astype(jnp.float32) for x in numbers]  # some blocks may be constants
-    x = sum(lax.bitcast_convert_type(x, jnp.int32) for x in first)
+    x = functools.reduce(lax.add, [lax.bitcast_convert_type(x, jnp.int32) for x in first])
     return 1 + (x * (x + 1) & 1)  # one of two consecutive numbers is even
 
 
