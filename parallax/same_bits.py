@@ -9,7 +9,7 @@ sum is a binary tree over the cells, whatever the mesh is.
 The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
 A *segment* has equations that do not communicate; it runs for one cell after another. A collective
 works on all cells of the device together. A `Stack` is a value of the program with its numbers for
-all cells of the device. Inside, an equation is a `Step`, and a *key* numbers a value.
+all cells of the device. Inside, an equation is a `StepOfCell`, and a *key* numbers a value.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Stack(eqx.Module):
     axes: tuple[str, ...] = eqx.field(static=True, default=())
 
 
-class Step(NamedTuple):
+class StepOfCell(NamedTuple):
     """An equation.
 
     Attributes:
@@ -148,9 +148,9 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
     counts = {axis: n for axis, n in cells.items() if n > 1}
     opened = _opened(jaxprs.opened(body), eqn.params["mesh"])
 
-    def layouts(specs, avals) -> list["Layout"]:
+    def layouts(specs, avals) -> list["TwoForms"]:
         """Returns the layout of each array as a stack."""
-        return [Layout.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
+        return [TwoForms.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
 
     ins = layouts(eqn.params["in_specs"], jaxprs.types(eqn.invars))
     outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
@@ -172,7 +172,7 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
     return [layout.whole(x) for layout, x in zip(outs, results, strict=True)]
 
 
-class Layout(NamedTuple):
+class TwoForms(NamedTuple):
     """The two forms of a global array: as the caller has it, and as a stack of all cells' blocks.
 
     Attributes:
@@ -188,7 +188,7 @@ class Layout(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "Layout":
+    def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "TwoForms":
         """Returns the layout of an array of this type, which `spec` splits."""
         wide, names = [], []
         for size, entry in itertools.zip_longest(aval.shape, spec):
@@ -260,7 +260,7 @@ class Flat(NamedTuple):
         outputs: the keys of the results.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[StepOfCell]
     values: Mapping[int, Stack]
     literals: set[int]
     inputs: Sequence[int]
@@ -275,7 +275,7 @@ def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jax
     numbers = itertools.count()
     values: dict[int, Stack] = {}
     literals: set[int] = set()
-    steps: list[Step] = []
+    steps: list[StepOfCell] = []
 
     def new(value) -> int:
         """Returns the key of a constant."""
@@ -310,7 +310,7 @@ def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jax
                 writes = add(jaxprs.closed(eqn.params)[0], reads)
             else:
                 writes = tuple(next(numbers) for _ in eqn.outvars)
-                steps.append(Step(eqn, alone, reads, writes))
+                steps.append(StepOfCell(eqn, alone, reads, writes))
             keys |= zip(eqn.outvars, writes, strict=True)
         return [key(atom) for atom in jaxpr.outvars]
 
@@ -319,7 +319,7 @@ def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jax
     return Flat(_needed(steps, outputs), values, literals, inputs, outputs)
 
 
-def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
+def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfCell]:
     """Returns the steps on which a result depends."""
     wanted, needed = set(results), []
     for step in reversed(steps):
@@ -386,7 +386,9 @@ class Walk:
 
     # Segments
 
-    def _segment(self, left: Sequence[Step], values) -> tuple[list[Step], list[Step]]:
+    def _segment(
+        self, left: Sequence[StepOfCell], values
+    ) -> tuple[list[StepOfCell], list[StepOfCell]]:
         """Returns the steps of the next segment, and the others.
 
         A segment takes all steps that can run now and whose operands differ along the same axes.
@@ -408,7 +410,9 @@ class Walk:
                 waiting |= {*step.writes}
         return segment, others
 
-    def _run_cells(self, steps: Sequence[Step], wanted: Sequence[int], flat: Flat, values) -> None:
+    def _run_cells(
+        self, steps: Sequence[StepOfCell], wanted: Sequence[int], flat: Flat, values
+    ) -> None:
         """Computes the values of the `wanted` keys for each cell, and puts them into `values`."""
         if not wanted:
             return
@@ -541,11 +545,16 @@ class Walk:
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         first = eqn.params["cond_nconsts"]
         split = first + eqn.params["body_nconsts"]
-        return lax.while_loop(
-            lambda carry: self.run(test, [*operands[:first], *carry])[0].array,
-            lambda carry: self.run(body, [*operands[first:split], *carry]),
-            [self.over(stack, ()) for stack in operands[split:]],
-        )
+
+        def goes_on(carry):
+            """Returns whether there is another trip."""
+            return self.run(test, [*operands[:first], *carry])[0].array
+
+        def trip(carry):
+            """Returns the carries of the next trip."""
+            return self.run(body, [*operands[first:split], *carry])
+
+        return lax.while_loop(goes_on, trip, [self.over(stack, ()) for stack in operands[split:]])
 
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a conditional.
@@ -673,7 +682,7 @@ class Walk:
         return self._own(names, x.reshape(*x.shape[:joined], -1, *x.shape[joined + 2 :]), rest)
 
 
-def _free(flat: Flat) -> tuple[list[Step], list[Step]]:
+def _free(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
     """Returns the steps that read only numbers of the program, and the others.
 
     Each segment that needs the result of a free step runs it again.
