@@ -555,7 +555,7 @@ class Reading:
             for value, var, is_needed in self._carries(body, constants, starts, needed_results)
         ]
         stacked = [
-            Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn)
+            Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn, carry=True)
             for var, is_needed in zip(
                 eqn.outvars[len(starts) :], needed_results[len(starts) :], strict=True
             )

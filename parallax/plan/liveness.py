@@ -42,7 +42,8 @@ class Buffer:
         """Makes a buffer of `nbytes`, which the equation `eqn` computes, or which `what` describes.
 
         `fixed` marks an argument, a result or a constant, which does not count as a temporary.
-        `carry` marks a loop's carry, which may be written over the array that it starts from.
+        `carry` marks a loop's carry or stacked result, which may be written over the array that it
+        starts from.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         # The buffer over which this buffer is written; itself if there is none.
@@ -136,8 +137,8 @@ def peak(
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
-                # If a loop's carry is a result of the step, the loop starts in the memory of that
-                # result. The array that the carry starts from is then no temporary either.
+                # If a loop writes a result of the step, it starts in the memory of that result.
+                # The array that it starts from is then no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array
