@@ -63,7 +63,8 @@ def check_places(
     Args:
         attend: the attention function.
         arrays: its arguments (q, k, v).
-        known: its options, with `positions`: (of the queries, of the keys).
+        known: its options. `known["positions"]` is a pair: the positions of the queries, and the
+            positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]

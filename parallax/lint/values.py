@@ -1,6 +1,7 @@
 """The facts that the lint follows from value to value of a program.
 
-A `Value` has the facts of one value, and a `Dim` those of one of its dims.
+A `Value` records what the lint knows about one value, and a `Dim` what it knows about one dim of
+that value. Each such piece of knowledge is a *fact*.
 
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
 along which axes it *is* the same, as far as the program shows. A value that was summed and then
