@@ -80,8 +80,10 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns, for each axis, the factor of its size that runs over slices, not inside a slice.
 
-    The first axes get the largest factors that are possible. The product of all factors is `count`,
-    the number of slices, or a divisor of it if the axes have no such factors.
+    A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
+    number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
+    that are possible. The product of all factors is `count`, or a smaller divisor of `count` if the
+    axes have no such factors; `device_array` then ignores coordinates.
     """
     factors = []
     for size in sizes:

@@ -214,6 +214,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
         yield from unreadable
         return
     yield from _choices(fields)
+    # `_machine` compares the product of the axes with the devices, and `_processes` shares the
+    # devices among the processes.
     to_read = (_processes, _model_and_batch, _machine)
     for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
         yield from kind(fields, sizes)
