@@ -5,9 +5,9 @@ A pipeline differentiates its three functions (embed, stage, head) with respect 
 A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
 that names the parameter. A program is a jaxpr with its constants, and `opened(program)` the jaxpr
 without their values. `operands(x)` are the values from which JAX computed a traced value `x`, as
-far as JAX remembers them. A value varies along a mesh axis if its type says
-that it may differ there. From `Following`: `run` follows facts about values through a program, and
-`met` joins the facts of all operands.
+far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
+there. From `Following`: `run` follows facts about values through a program, and `met` joins the
+facts of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -2,7 +2,8 @@
 stages run them in a given order.
 
 A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward" (F), "backward"
-(B) or "weight" (W). A chunk's place is its position in the model.
+(B) or "weight" (W). A chunk's place is its position in the model. A stage runs the chunks of one or
+more places.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +83,7 @@ def start_times(
                 stops[job] = starts[job] + costs[job.lane]
                 free[stage] = stops[job]
                 begun[stage] += 1
-    # A deadlock: the first job left on a stage waits for a job that never ends.
+    # If a job is left, this is a deadlock: the job waits for a job that never ends.
     for stage, order in enumerate(orders):
         for job in order[begun[stage] :]:
             missing = next(cause for cause in needs(job, last) if cause not in stops)
