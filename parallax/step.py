@@ -450,9 +450,9 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state with the shardings of `shapes`, under `jit`: from
-    `make()` if its argument is None, else from `begin(model)`, where its argument has the arrays of
-    the model."""
+    """Returns a function that makes a state with the shardings of `shapes`, a state of
+    `ShapeDtypeStruct`s, under `jit`. If its argument is None, it makes the state by `make()`. Else
+    the argument is a model with whole arrays, and it makes the state by `begin(model)`."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
@@ -488,16 +488,16 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model of "
-            "the configuration for which the state was planned."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model "
+            "of the configuration for which the state was planned."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
-                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the dtype "
-                "of this model."
+                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the "
+                "dtype of this model."
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

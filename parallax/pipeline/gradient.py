@@ -3,8 +3,8 @@ one program without conditionals.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
 devices. A collective inside a conditional that differs between devices would hang, so the jobs run
-without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
-of slots is the most microbatches that the schedule holds at once; in 1F1B it does not grow with M.
+without a conditional. The values that a microbatch's backward pass needs wait in slots. There are
+as many slots as the schedule holds microbatches at once; in 1F1B they do not grow with M.
 
 `jobs` (a `Jobs`, in jobs.py) has the user's functions, each traced once, and `lockstep` and
 `per_stage` are two ways to run them in the ticks of a schedule. Both return sums over all
@@ -194,10 +194,11 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     to the stacked auxiliary values.
     """
     schedule, axis = jobs.schedule, jobs.axis
-    # Each schedule can run in only one of the two ways.
+    # Each schedule can run in only one of the two ways, and says in which.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     # The head's loss, and the stages' own terms of it if they have some.
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
+    # One tree like the parameters: each of these two has None where the other has arrays.
     gradients = eqx.combine(sums.ends, sums.blocks)
     # The axes over which each loss and each gradient is still to be summed; `()` for none. If all
     # stages have a parameter, each has a part of its gradient, and the parts are summed over the

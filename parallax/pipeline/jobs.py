@@ -10,10 +10,11 @@ result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. `row.saved` and `row.deferred` give in the same way the slots, the places in a
-buffer where arrays wait: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it. A
-task is this stage's job, as microbatch, chunk, `position` (the chunk's place in the model) and
-`valid`. An idle stage computes too, and its results are masked by `task.valid`, which is `True`
-itself if only real jobs run.
+buffer where arrays wait: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A task
+is this stage's job, as microbatch, chunk, `position` (the chunk's place in the model) and `valid`.
+An idle stage computes too, and its results are masked by `task.valid`, which is `True` itself if
+only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); an activation as zeros (`x`); the number of this stage (`index`); the types
@@ -107,6 +108,7 @@ class Jobs(Programs):
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, of_head = self.programs["head"].out[0]
 
+        # `wide_zeros` gives zeros of at least float32, and `stacked` zeros with new first dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
             # of its results.

@@ -1,7 +1,7 @@
 """Stages with unequal numbers of layers: a table gives the layers of each place in the model, and
 all places are padded to the longest.
 
-Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A place is the
+Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
 position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
 layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
 Blocks are the parameters of the layers, a tree of arrays whose first dims count layers; P n is P

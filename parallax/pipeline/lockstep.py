@@ -11,9 +11,10 @@ period of ticks in which the same lanes run, each on at least one stage; it is o
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, such as that of microbatch 3,
 or -1, and the other fields have slots, the places in a buffer where arrays wait for a later tick.
-`table` and `ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the
-next: `carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients.
-`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the carry.
+All stages run the head and the embedding together: `row.jobs["head"]` is one microbatch. `table`
+and `ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the next:
+`carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients. `jobs`
+runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the

@@ -10,10 +10,11 @@ messages in every tick, and they wait in slots until the jobs that need them. A 
 place in a buffer.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is a job, such as that of microbatch
-3, or -1, and the other fields have slots. `table` has the rows of all ticks. `carry` has the values
+3, or -1, and the other fields have slots. Embed, head and embed_backward have one microbatch for
+all stages, such as `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values
 that a part leaves for the next: `carry.arrived` the messages of this stage, `carry.sums` the sums
 of losses and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns
-F's output and the carry. `jobs.index` is the number of this stage.
+F's output and the new carry. `jobs.index` is the number of this stage.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the

@@ -102,8 +102,8 @@ def forward_alone(row: Row) -> Row:
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances of the schedule's messages in ascending order, in stages around the
-    ring of P. The distance is 0 if a message stays on its stage. The head's cotangents do not
-    count."""
+    """Returns the distances over which the schedule sends messages, each once, in ascending order.
+    A distance is a number of stages, counted forward around the ring of P stages. It is 0 for a
+    message that stays on its stage. The head's cotangents do not count."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -12,8 +12,8 @@ There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
   forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
-  in every tick. The next stage uses the output of tick t in tick t + 1, or never: there are no
-  receive queues. The placement is looped: chunk c of stage s is at place c P + s.
+  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs do not wait
+  in slots. The placement is looped: chunk c of stage s is at place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
@@ -320,7 +320,7 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """The most microbatches whose residuals each stage holds at once.
+        """For each stage, the largest number of microbatches whose residuals it holds at once.
 
         A stage holds residuals from the forward tick to the tick of the last gradient, both
         included. The residuals of one chunk count as 1/v, so this is each stage's number of slots

@@ -97,8 +97,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # This call is the backward pass of a `checkpoint`. When JAX compiles such a call, it
-                # puts a barrier before it. Inlined code needs a barrier of its own: without it, XLA
+                # This call is the backward pass of a `checkpoint`. JAX puts a barrier before such a
+                # call when it compiles it. Inlined code needs its own barrier: without it, XLA
                 # would keep the values of the forward pass in memory, and recompute nothing.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)

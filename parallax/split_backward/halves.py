@@ -282,8 +282,8 @@ class CutLoop(NamedTuple):
 
         def trip(carry, slices):
             """Runs one half of a trip as the body of `lax.scan`, and returns its carry and the
-            results to stack, and the arrays to hand on. `inits` and `sliced` are the indices of this
-            half's carries and slices among the trip's arguments, `variables`."""
+            results to stack, and the arrays to hand on. `inits` and `sliced` are the indices of
+            this half's carries and slices among the trip's arguments, `variables`."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
