@@ -215,7 +215,8 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             axes_of_several_devices(of_gradient - of_weight),
             axes_of_several_devices(of_weight - of_gradient),
         )
-        # A gradient of another shape is a share of ZeRO, and may vary where its parameter does not.
+        # Under ZeRO a gradient is one device's share of the whole gradient. Its shape is then not
+        # that of its parameter, and it may differ where the parameter is the same.
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; the gradient of {trees.dotted(path)} "

@@ -200,8 +200,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`:
-    `places` has, for some dims, the positions of the elements of `x` in the whole array."""
+    """Returns `x`, tapped as `path`, and adds its mark to the recorder. `spec` is the split of the
+    whole value over the mesh's axes. `places` has, for some dims, the positions of the elements of
+    `x` in the whole array. `way` is FORWARD or AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:

@@ -63,8 +63,8 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """
 
     def leaf(buffer, x):
-        """Returns a buffer with `x`, which has no dim of slots, in the slot."""
-        if x is None:
+        """Returns a buffer, [slots, ...], with `x`, [...], written into the slot `slot`."""
+        if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
         if buffer.ndim == x.ndim:
@@ -79,7 +79,7 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
     types: it says which buffers have the dim of slots, [slots, ...], and which do not."""
 
     def leaf(buffer, like):
-        """Returns the array in the slot of a buffer."""
+        """Returns the array in the slot `slot` of a buffer; `like` has its number of dims."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -97,7 +97,8 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """
 
     def slots(kind):
-        """Returns the buffer for one type; the buffer varies along the axes of the type."""
+        """Returns the buffer of `count` slots for an array of the type `kind`; the buffer varies
+        along the axes of the type."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)

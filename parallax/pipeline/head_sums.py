@@ -212,7 +212,8 @@ def _number_of(value: Any) -> Terms:
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has one result, no program inside, and is not a collective."""
+    """Returns whether an equation has one result, no program inside, and is not a collective: only
+    such an equation can be computed for one stage alone, as `_computed` does."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)

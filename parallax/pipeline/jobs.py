@@ -221,6 +221,7 @@ class Jobs(Programs):
         tree of None.
         """
         microbatch = row.jobs["head"]
+        # `ends` are the gradients of the parameters outside the blocks.
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)

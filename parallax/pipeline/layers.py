@@ -111,7 +111,7 @@ def run_layers(
     table: Layers,
 ) -> Tree:
     """Returns `x` after the layers of the place `position`. Each layer is one call
-    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's place among all
+    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's index among all
     L layers.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
@@ -120,8 +120,8 @@ def run_layers(
     instead of 10.
     """
     table = checked(table)
-    # This place's number of layers and its first layer. `position` is traced, so a JAX array, not
-    # NumPy's, must be indexed.
+    # This place's number of layers, and the index of its first layer. `position` is traced, so it
+    # cannot index a NumPy array.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -237,7 +237,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     if placement.shape[1] != axis.size():
         raise ValueError(
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
-            f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
+            f"{axis.names!r} has {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
     # The device's own index picks its column of the placement: the places of its chunks, [v].
     local_places = jnp.asarray(placement)[:, axis.index()]

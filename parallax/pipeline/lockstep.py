@@ -100,7 +100,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
-    # All stages run it, since embed may have collectives; elsewhere its cotangent is 0.
+    # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
+    # is 0 except at the first place.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 

@@ -67,7 +67,7 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
-    table, schedule = rows(jobs.schedule), jobs.schedule
+    table, schedule = rows(jobs.schedule), jobs.schedule  # the `Row` of all ticks
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
         parts |= {"backward": backward, "weight": Jobs.weight}

@@ -36,9 +36,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
     Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
     the residuals, so they can be taken out and put back.
     """
-    # `forward` leaves here the structure of that tree, and the residuals that are known.
-    # `backward`, which is traced after `forward`, reads both. Each trace of `forward` leaves the
-    # same.
+    # `forward` leaves here the structure of that tree and the indices of the known residuals, and
+    # `backward`, which is traced after it, reads both. Each trace of `forward` leaves the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):

@@ -33,8 +33,8 @@ OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3
 
 
 def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
-    or `1F4 1B2`."""
+    """Writes the schedule's tables to the file `path`: one row per tick, one column per stage, and
+    cells such as `5F3` or `1F4 1B2`; an empty cell has no job."""
     letters = "FB" if schedule.weight is None else "FIW"  # of `schedule.lanes`, in their order
 
     def cell(tick, stage):

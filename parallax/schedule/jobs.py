@@ -63,8 +63,7 @@ def start_times(
     stops: dict[Job, float] = {}  # the time at which each job ends
     # By stage: the time from which it is free, and the number of its jobs that have begun.
     free, begun = [0.0] * len(orders), [0] * len(orders)
-    # Each round starts the jobs whose inputs exist. A round that starts none is the end, or a
-    # deadlock if jobs are left.
+    # Each round starts the jobs whose inputs exist, until a round starts none.
     started_before = -1  # below 0, so that there is a first round
     while started_before < len(starts):
         started_before = len(starts)

@@ -448,8 +448,9 @@ class Schedule:
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the time of one chunk of one microbatch for each lane that the schedule has."""
-        # A chunk is 1/v of a stage's layers.
+        """Returns the time of one chunk of one microbatch for each lane that the schedule has. The
+        arguments are the times of one microbatch through a whole stage, as in `makespan`."""
+        # A chunk is 1/v of a stage's layers. A schedule without W has only the first two lanes.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 

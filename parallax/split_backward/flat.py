@@ -125,7 +125,7 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
     """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
 
-    It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
+    The equation runs as a jaxpr of its own, which keeps its source line and name scope.
     """
     # The arguments of a jaxpr must differ, but the equation may read a variable twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))

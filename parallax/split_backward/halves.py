@@ -97,6 +97,7 @@ def split(
     def second(*values):
         """Runs W, on the arguments that both halves may read, and then the arrays of I: returns
         the gradients of the weights."""
+        # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
@@ -132,8 +133,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, which is one of `jaxpr` and no scan, and adds its results to
-        `values`."""
+        """Runs the step's equation, an equation of `jaxpr` that is not a scan, and adds its results
+        to `values`."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
