@@ -60,7 +60,8 @@ UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dt
 )
 # fmt: on
 ELEMENTWISE = CHEAP | DEAR | UNCHANGED
-# Primitives that only move numbers: if all numbers of the operand are equal, so are the result's.
+# Primitives that only move numbers: if all numbers of the operand are equal, all numbers of the
+# result are equal too.
 LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 
 # The name of a loop in a `counted_scope`, in a compiled program

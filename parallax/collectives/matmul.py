@@ -114,7 +114,7 @@ def _reduced(size, n, itemsize):
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one of n blocks of the product, rounded up; it is added to the receiver's.
+    # A message is one of n blocks of the product, rounded up. The receiver adds it.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 

@@ -107,7 +107,7 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
-    """Returns the segments of whole sequences, [B, T], from this device's, [B, T_X].
+    """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
     `in_order` turns the tokens of devices 0, 1, ... into the sequence.
     """

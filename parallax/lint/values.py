@@ -203,10 +203,10 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two. Facts that lead to a finding, such as a
-    `shard`, must hold for both; facts that excuse one, such as `differs`, need to hold for only
-    one. If one of the two is made only of numbers written into the program, the dims are those of
-    the other.
+    """Returns the facts of a value that may be either of two, such as the result of a conditional.
+    Facts that lead to a finding, such as a `shard`, must hold for both; facts that excuse one, such
+    as `differs`, need to hold for only one. If one of the two is made only of numbers written into
+    the program, the dims are those of the other.
     """
     together = joined(
         [first, second],
@@ -227,8 +227,8 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts of a dim that is one of two: those of both, but it counts rows if one of
-    the two does."""
+    """Returns the facts of a dim that may be either of two: the facts that hold for both. But the
+    dim counts rows if one of the two does."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
