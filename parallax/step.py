@@ -185,7 +185,7 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    gives only the dtype of the count, and `axes` are those of `grads.norm`.
+    gives only the dtype of the count, and `axes` is the argument of that name of `grads.norm`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -328,8 +328,8 @@ def init(
 
     Args:
         make_model: a function without arguments that makes the model, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. The arrays, NumPy's too, go to the
-            devices; other leaves (functions, Python numbers, None) stay as they are.
+            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy arrays included, go
+            to the devices; other leaves (functions, Python numbers, None) stay as they are.
         optimizer: the optimizer that `make` gets.
         rule: the sharding rule of the model, for `rules.specs`.
         mesh: the mesh of the devices.

@@ -293,8 +293,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`. `params`
-    are the `mark`, the `way` and the `recorder` of the tap."""
+    """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
+    `primals` are its operands and `tangents` their tangents; `params` are the `mark`, the `way` and
+    the `recorder` of the tap."""
     x, *others = primals
     # The tap of a tangent is LINEAR: it reports nothing, and its transpose is the tap of the
     # cotangent.

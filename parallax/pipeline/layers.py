@@ -130,8 +130,8 @@ def run_layers(
 
     def layer_or_none(x, weights_and_number):
         """Returns `x` after row i of the blocks, or `x` itself if that row is padding, which begins
-        at row `count`. `first` is the number of the place's first layer. The function is a body of
-        `lax.scan`."""
+        at row `count`. `first` is the index of the place's first layer. The function is a body of
+        `lax.scan`, so it also returns None: nothing is stacked."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -293,7 +293,8 @@ def stored(
         """
 
         def converted(state):
-            """Returns the state with the blocks, and the optimizer's arrays for them, changed."""
+            """Returns the state with `change` applied to the blocks, and to the optimizer's arrays
+            for them."""
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
@@ -303,8 +304,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, changed if it is an array of the blocks, or the
-                optimizer's for one."""
+                """Returns a leaf of the state, with `change` applied if it is an array of the
+                blocks, or the optimizer's array for one."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

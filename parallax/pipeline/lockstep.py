@@ -197,7 +197,8 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Runs the lanes of one tick, and returns `(carry, None)`, as a body of `lax.scan`."""
+    """Runs the functions of one tick's lanes, `running`, in their order, and returns
+    `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None

@@ -183,6 +183,7 @@ class Programs:
         self.deferred: list[Any] = []
         self.differentiates, self.in_halves = save is not None, in_halves
         self.programs: dict[str, Traced] = {}
+        # Each trace needs the types that the one before it finds, such as those of `x`.
         self._trace_embed()
         self._trace_stage()
         self._trace_head()

@@ -74,7 +74,8 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
-    # The inputs of the opened jaxpr are first the constants, and then the arrays of the arguments.
+    # For each array among the arguments, whether the results depend on it. The inputs of the opened
+    # jaxpr are first the constants, and then the arrays of the arguments.
     leaves, structure = jax.tree.flatten(arrays)
     used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
     return Traced(program, out, jax.tree.unflatten(structure, used))

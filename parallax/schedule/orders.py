@@ -176,8 +176,11 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """Yields the jobs that need a job's result: the inverse of `jobs.needs`. `last` is the last
-    place of the model, whose F is followed by its own I."""
+    """Yields the jobs that need a job's result; `last` is the last place of the model.
+
+    F is followed by F of the next place; at the last place it is followed by I of that place. I is
+    followed by W of its own place, and by I of the place before. No job needs W.
+    """
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

@@ -384,7 +384,8 @@ class Schedule:
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
-        # In lockstep an idle stage writes too, into a free slot, which counts.
+        # In lockstep an idle stage writes too, into a free slot, which counts. Per stage an idle
+        # stage writes nothing.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
     @cached_property
@@ -392,7 +393,8 @@ class Schedule:
         """All activations and cotangents that one job leaves for another, even if both jobs are on
         one stage.
 
-        The head's cotangent is made in the tick of the last place's F, and on its stage.
+        The head's cotangent is made in the tick of F at the last place, and on the stage of that
+        place.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -584,7 +586,7 @@ def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why:
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
     """Returns the tick of every job of `lane`, [M, vP], by microbatch and place. Refuses a job that
-    runs twice, with `CannotRun`, and one that runs never, with a `ValueError`."""
+    runs twice, with `CannotRun`, and one that never runs, with a `ValueError`."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)

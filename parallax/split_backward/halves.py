@@ -68,7 +68,8 @@ CHEAP |= {
 def split(
     backward: ClosedJaxpr, *, cotangents: int, inputs: int
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Returns the two halves of a backward pass.
+    """Returns the two halves of a backward pass, I and W. Other stages of a pipeline wait only for
+    I, so W may run later.
 
     Args:
         backward: takes the `cotangents`, and then the arrays that both halves may read. Returns the
