@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line. Its result has the command's function as `run`."""
+    """Returns the parser of the command line. The options that it returns have the function of the
+    command as `run`."""
     top = argparse.ArgumentParser(prog="parallax", description=DESCRIPTION, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"parallax {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")

@@ -81,6 +81,7 @@ def mean(
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
+        """Returns the logits of a block of tokens: [t, V_X]."""
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
     def losses_of(logits, targets, weights=None):
@@ -174,9 +175,9 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
     weighted mean of the batch is not the mean of its parts' weighted means, since devices and
     microbatches have different sums of weights. So the weights are divided by their global mean
-    once, before the gradient function. Then the plain means over equal parts give the right result,
-    as `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and a pipeline take
-    them. One scalar is sent.
+    once, before the gradient function. Then plain means over equal parts give the right result.
+    `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and pipelines take such
+    means. One scalar is sent.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -108,7 +108,7 @@ class Hardware:
             raise ValueError(
                 f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
                 f"chips, and the layout has {math.prod(axes.values())} devices. Use a layout "
-                "with a device for each chip, or for each core, or another torus."
+                "with one device per chip or one per core, or give another torus."
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)

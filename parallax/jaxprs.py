@@ -5,11 +5,14 @@ differs along a mesh axis if its type says that it varies over the devices of th
 `inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
-those about its operands. A value that is one of two has the facts `first | second`; a value that is
-computed from several operands has the facts `met(operands)`. One kind of fact is a `Reach`: the
-arguments of the program that a value depends on. It is three masks with a bit for each argument:
-`at_all` (in any way), `alone` (in a way without a collective), and `met` (combined with data before
-any collective).
+those about its operands. A value that may be either of two, such as the result of a `cond`, has the
+facts `first | second`. A value that is computed from several operands has the facts
+`met(operands)`.
+
+One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
+masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
+and `alone` those on which it depends through a chain of operations without a collective. `met` has
+the arguments that were combined with data before any collective.
 """
 
 import functools
@@ -57,7 +60,8 @@ UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dt
 )
 # fmt: on
 ELEMENTWISE = CHEAP | DEAR | UNCHANGED
-# Primitives that only move numbers: if all numbers of the operand are equal, so are the result's.
+# Primitives that only move numbers: if all numbers of the operand are equal, all numbers of the
+# result are equal too.
 LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 
 # The name of a loop in a `counted_scope`, in a compiled program
@@ -161,8 +165,9 @@ class Reach(NamedTuple):
     """The arguments of a program that a value depends on, as masks with one bit per argument.
 
     Attributes:
-        at_all: the arguments that the value depends on in any way.
-        alone: the arguments that the value depends on in a way without a collective.
+        at_all: the arguments that the value depends on at all.
+        alone: the arguments that the value depends on through a chain of operations without a
+            collective.
         met: the arguments that were combined with data before any collective, as a weight is in a
             matmul.
     """
@@ -172,7 +177,7 @@ class Reach(NamedTuple):
     met: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
-        """Returns the arguments that at least one of two values depends on."""
+        """Returns the `Reach` with the arguments that are in at least one of the two."""
         return Reach(*map(operator.or_, self, second))
 
 
@@ -181,8 +186,8 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether the argument is combined with data before any collective, on some way to the
-            result: there, the shards of other devices are not used.
+        unsent: whether, on some path to the result, the argument is combined with data before any
+            collective. On that path the shards of other devices are not used.
     """
 
     reached: list[bool]
@@ -216,14 +221,15 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         """Returns a mask as a bool for each argument."""
         return [bool(mask >> i & 1) for i in range(count)]
 
+    # `passed_on` are the arguments that go into a `ppermute`.
     return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
 
 
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. A value that is one of two, such as
-    the result of a `cond`, has the facts `first | second`.
+    Subclasses choose the type of a fact, and define `plain`. A value that may be either of two,
+    such as the result of a `cond`, has the facts `first | second`.
 
     Attributes:
         unknown: the fact about a value of which nothing is known.
@@ -352,7 +358,7 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Propagates the dependence on arguments, for `uses`: a fact is a `Reach`.
+    """Propagates the dependence on arguments, for `uses`. The fact about a value is its `Reach`.
 
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ between
@@ -440,7 +446,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def frames(eqn: JaxprEqn) -> Sequence[Any]:
-    """Returns the calls that made an equation, the innermost first."""
+    """Returns the stack frames of the Python calls that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
     return traceback.frames if traceback else ()
 

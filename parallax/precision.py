@@ -173,7 +173,7 @@ def adjusted(
     value = jnp.where(finite, value_if_finite, scale.value / factor)
     new_fields = (
         jnp.clip(value, LEAST, 2.0**24),
-        jnp.where(rises, 0, good),  # counted anew after each change of the value
+        jnp.where(rises, 0, good),  # counted from 0 after each change of the value
         scale.skipped + (~finite).astype(jnp.int32),
     )
     return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, new_fields)

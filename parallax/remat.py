@@ -34,10 +34,10 @@ def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `remat`, a function of this module, without its barrier, for a block in a loop.
 
     `jax.checkpoint` puts a barrier around the kept results. Without the barrier, XLA would reuse
-    results of the forward pass instead of recomputing them. If the forward and the backward pass
-    are separate loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an
-    accelerator would copy the kept results out of the loop's stacks before their use. Another
-    `remat`, from outside this module, is returned unchanged.
+    the results of the forward pass instead of recomputing them. If the forward and the backward
+    pass are separate loops, XLA cannot do that, so no barrier is needed. A barrier would cost time:
+    an accelerator would copy the kept results out of the loop's stacks before their use. A function
+    from outside this module is returned unchanged.
     """
     return (
         functools.partial(remat, prevent_cse=False)

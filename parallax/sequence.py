@@ -145,7 +145,8 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """Returns the communication of layers whose residual stream has its tokens split over `axis`.
+    """Returns the communication of layers whose residual stream has its tokens split over `axis`: a
+    `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
     `sum_partials` communicate over them by Megatron's pair, `tensor.copy_to` and
@@ -190,10 +191,15 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns `comms` whose layers multiply while the tokens travel, by `collectives.matmul`.
+    """Returns the communication of sequence parallelism, as `comms` does, with layers that multiply
+    some tokens while others travel, by `collectives.matmul`.
 
     These products send to both neighbours at the same time. The algorithm of `axis` is used only
     outside the layers.
+
+    Args:
+        axis: the axis over which tokens and layers are split.
+        shared: axes that split the vocabulary too, such as the stages of a pipeline.
     """
     return comms(
         axis,

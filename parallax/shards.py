@@ -59,7 +59,8 @@ def names_of(splits: Sequence[Split]) -> set[str]:
 
 
 def take(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns this device's shard of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
+    """Returns this device's shard of `x`: `A[I] -> A[I_X]`. Each device has all of `x`, so nothing
+    is sent."""
     for dim, axis in splits:
         size = x.shape[dim] // axis.size()
         x = lax.dynamic_slice_in_dim(x, axis.index() * size, size, dim)

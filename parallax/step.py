@@ -118,8 +118,8 @@ def make(
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,
             so it was not reduced; a gradient was already reduced over an axis that shards its
-            parameter; a gradient is that of a Python number; the auxiliary values differ between
-            devices; the optimizer is not right on these shards, or does not fit the gradients
+            parameter; a Python number has a gradient; the auxiliary values differ between devices;
+            the optimizer would be wrong on these shards, or does not fit the gradients
             (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
             model, or a leaf that is not an array.
     """
@@ -131,8 +131,10 @@ def make(
     def step(state, batch, limit=None):
         """Returns the state after one step on this device's rows of the batch, and its `Info`."""
         grad_at_scale = _at_scale(grad, state.scale)
+        # `value` is the loss, or `(loss, aux)`.
         value, gradients = loss_and_gradients(grad_at_scale, state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
+        # The parameters that have a gradient.
         weights = matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
         _check_own(loss, state)
@@ -143,8 +145,8 @@ def make(
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
             gradients = grads.scaled(gradients, norm, max_norm)
-        # Up to here, gradients that are sums are float32 or wider. The optimizer's state has
-        # the dtypes of the parameters, so the gradients get these too.
+        # Gradients may have a wider dtype than their parameters, since they are summed in float32
+        # or wider. The optimizer's state has the dtypes of the parameters: the gradients get these.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         extra = extra_args(Info(loss, norm, ~finite, aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
@@ -169,8 +171,8 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function of a step whose state has this loss scale; the scale is used
-    only by a `precision.ScaledGrad`."""
+    """Returns the gradient function of a step whose state has this loss scale. Only a
+    `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -183,7 +185,7 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    gives only the dtype of the count, and `axes` are those of `grads.norm`.
+    gives only the dtype of the count, and `axes` is the argument of that name of `grads.norm`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -205,13 +207,16 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
     def check(path, gradient, weight):
         """Refuses one gradient if its varying axes do not fit those of its parameter."""
-        # Axes of one device do not count: types may differ there, and nothing is wrong.
+        # `local` are axes along which only the gradient differs: it was not reduced there. `mixed`
+        # are axes along which only the parameter differs: it is sharded there. Axes of one device
+        # do not count: types may differ there, and nothing is wrong.
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
             axes_of_several_devices(of_gradient - of_weight),
             axes_of_several_devices(of_weight - of_gradient),
         )
-        # A gradient of another shape is a share of ZeRO, and may vary where its parameter does not.
+        # Under ZeRO a gradient is one device's share of the whole gradient. Its shape is then not
+        # that of its parameter, and it may differ where the parameter is the same.
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; the gradient of {trees.dotted(path)} "
@@ -232,9 +237,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 def _check_own(loss: Array, state: State) -> None:
     """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
     state does not vary."""
-    # If all leaves of the model are shards, they vary, be it one model or one on each device. The
-    # state's step number is no shard: only if it varies too, each device trains a model of its own,
-    # whose loss may vary.
+    # The leaves of the model may all vary because they are shards of one model, or because each
+    # device trains a model of its own. The state's step number is no shard: only if it varies too,
+    # each device has its own model, and the loss may vary.
     leaves = jax.tree.leaves(eqx.filter(state, trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
@@ -323,8 +328,8 @@ def init(
 
     Args:
         make_model: a function without arguments that makes the model, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. The arrays, NumPy's too, go to the
-            devices; other leaves (functions, Python numbers, None) stay as they are.
+            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy arrays included, go
+            to the devices; other leaves (functions, Python numbers, None) stay as they are.
         optimizer: the optimizer that `make` gets.
         rule: the sharding rule of the model, for `rules.specs`.
         mesh: the mesh of the devices.
@@ -382,7 +387,23 @@ def planned(
 ) -> Planned:
     """Returns the shapes and specs of the state that `init` makes, and a function that makes it.
 
-    Arguments and errors are as in `init`. Nothing is computed yet.
+    Nothing is computed yet.
+
+    Args:
+        make_model: a function without arguments that makes the model.
+        optimizer: the optimizer that `make` gets.
+        rule: the sharding rule of the model, for `rules.specs`.
+        mesh: the mesh of the devices, or an `AbstractMesh` without devices.
+        optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
+            default `rule`.
+        scale: the first loss scale, for a `precision.ScaledGrad`.
+        trainable: the leaves that the optimizer has state for: a function of a leaf, or a tree of
+            booleans, a prefix of the model.
+        batch_axes: the mesh axes that split the batch, for `rules.specs`.
+
+    Raises:
+        ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
+            optimizer's state.
     """
     statics = []  # the model's static leaves, one entry for each trace; the first is used
 
@@ -400,8 +421,8 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
-        # `trained` runs inside `eval_shape`, where leaves are arrays: `trainable` may test for
-        # arrays, and outside each leaf is a `ShapeDtypeStruct`.
+        # `trainable` may test whether a leaf is an array. So `trained` runs here, inside
+        # `eval_shape`, where leaves are arrays; outside they are `ShapeDtypeStruct`s.
         model = make_arrays()
         return state_of(model), trained(model)
 
@@ -430,8 +451,9 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state with the shardings of `shapes`, under `jit`: by
-    `make()`, or by `begin(model)` if it is given a model."""
+    """Returns a function that makes a state with the shardings of `shapes`, a state of
+    `ShapeDtypeStruct`s, under `jit`. If its argument is None, it makes the state by `make()`. Else
+    the argument is a model with whole arrays, and it makes the state by `begin(model)`."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
@@ -460,23 +482,23 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
-    `shapes`. Each process must have every array of `given` as a whole. Raises `ValueError` if their
-    number, shapes or dtypes are not those of `shapes`, those of the model that was prepared: the
-    one for which the step was planned."""
+    `shapes`, which are those of the planned model. Each process must have every array of `given` as
+    a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays are not those
+    of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Give the model "
-            "that was prepared."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model "
+            "of the configuration for which the state was planned."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
-                f"{leaf.shape} and {leaf.dtype}. Prepare for the configuration and the dtype of "
-                "this model."
+                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the "
+                "dtype of this model."
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

@@ -9,8 +9,10 @@ errors name it so.
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
 numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
 reports: FORWARD the value, LINEAR (of a tangent) nothing, BACKWARD the cotangent, and AFTER a value
-that is computed after the backward pass. `RECORDER` holds the recorder of the record that is made
-now, and `AT` the microbatch and the layer that `at` set.
+that is computed after the backward pass. Its `mark`, a `Mark`, has the name of the tap (`path`),
+and says how the value is split (`dims`, `terms`). Its `recorder` is the object to which it reports.
+`RECORDER` holds the recorder of the record that is made now, and `AT` the numbers of the microbatch
+and the layer that `recording.at` set.
 """
 
 import contextlib
@@ -102,7 +104,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Makes taps report to the recorder that it yields, in programs that are traced inside.
+    """Makes taps report to the recorder that it yields. This is for programs that are traced inside
+    the `with` block.
 
     A program that `jax.jit` traced before is not traced again, and reports nothing.
     """
@@ -163,8 +166,8 @@ def tap_tree(
         specs: the spec of each array, in a tree like `tree` that may have more leaves.
         without: the axes over which the arrays were gathered, so that the axes in `specs` no longer
             split them.
-        loops: the number of first dims that the specs have and the arrays lack, since loops (such
-            as a scan over layers) run over them.
+        loops: the number of first dims that the specs have and the arrays do not have, because a
+            loop, such as a scan over layers, takes one slice of these dims at a time.
         way: `AFTER` for values that are computed after the backward pass and have no cotangent.
     """
     if not is_on():
@@ -197,8 +200,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`:
-    `places` has, for some dims, the positions of the elements of `x` in the whole array."""
+    """Returns `x`, tapped as `path`, and adds its mark to the recorder. `spec` is the split of the
+    whole value over the mesh's axes. `places` has, for some dims, the positions of the elements of
+    `x` in the whole array. `way` is FORWARD or AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
@@ -289,8 +293,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`. `params`
-    are the `mark`, the `way` and the `recorder` of the tap."""
+    """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
+    `primals` are its operands and `tangents` their tangents; `params` are the `mark`, the `way` and
+    the `recorder` of the tap."""
     x, *others = primals
     # The tap of a tangent is LINEAR: it reports nothing, and its transpose is the tap of the
     # cotangent.
@@ -311,8 +316,9 @@ def _transposed(cotangent, x, *others, **params):
 
 
 def _batched(arguments, dims, *, mark, way, recorder):
-    """Returns the tap under `jax.vmap`, and the dim that it maps, which in the mark is a dim of the
-    batch. `arguments` are the operands of `tap_p`, and `dims` the mapped dim of each, or None."""
+    """Returns the tap under `jax.vmap`, and the result's mapped dim: the batching rule of `tap_p`.
+    In the mark, the mapped dim is a dim of the batch. `arguments` are the operands of `tap_p`, and
+    `dims` the mapped dim of each, or None."""
     dim, *others = dims
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
@@ -326,7 +332,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # `placed` counts the dims without the mapped one: those at or after its place move by one.
+    # The dims in `placed` are counted without the mapped dim, so those at or after it move by one.
     shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

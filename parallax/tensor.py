@@ -386,7 +386,7 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
 
 def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
     """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
-    `name` is the caller's, for the message."""
+    `name` is the name of the calling function, for the message."""
     if bias is not None:
         raise ValueError(
             f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of "
@@ -401,7 +401,7 @@ def check_column(
     """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs.
 
     `inputs` has one size, that of the inputs of `x`: a weight [inputs, ...] must begin with it.
-    `name` is the caller's, for the message.
+    `name` is the name of the calling function, for the message.
     """
     if weight.shape[:1] != inputs:
         raise ValueError(

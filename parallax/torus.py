@@ -24,8 +24,8 @@ import numpy as np
 # dims, all dims close if whole cubes of 4 x 4 x 4 chips are joined. Source: Austin et al., How to
 # scale your model (jax-ml.github.io/scaling-book), chapter 2.
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-# Small weights that decide between equal costs: first, later axes get the shorter hops; then, no
-# long hop among many short ones.
+# Small weights that decide between equal costs. `INNER_FIRST` prefers cuts in which later axes have
+# the shorter hops. `FAR`, which is smaller, prefers equal hops to one long hop among short ones.
 INNER_FIRST, FAR = 1e-5, 1e-8
 Cut = tuple[tuple[int, ...], ...]
 
@@ -80,8 +80,10 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns, for each axis, the factor of its size that runs over slices, not inside a slice.
 
-    The first axes get the largest factors that are possible. The product of all factors is `count`,
-    the number of slices, or a divisor of it if the axes have no such factors.
+    A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
+    number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
+    that are possible. The product of all factors is `count`, or a smaller divisor of `count` if the
+    axes have no such factors; `device_array` then ignores coordinates.
     """
     factors = []
     for size in sizes:
@@ -155,7 +157,8 @@ def coordinates(
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
-    # For each dim and for the cores, the links between two places: none between cores.
+    # For each dim, the links between each two places. The cores of a chip count as one more dim,
+    # without links between them.
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
         np.zeros((cores, cores))
     ]
@@ -346,16 +349,19 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     paths = []
     for order in itertools.permutations(range(len(sides))):
         ordered_sides = [sides[k] for k in order]
-        # Line by line, each step to a neighbour; the way back to the first point may be long.
+        # The points line by line. Each step goes to a neighbour, but the way from the last point
+        # back to the first may be long.
         paths_in_order = [_snake(ordered_sides)]
         if len(ordered_sides) == 1 and sides[0] > 2:
-            # Out over every second point, and back over the other points: no hop is longer than 2.
+            # The path goes out over every second point, and back over the other points, so no hop
+            # is longer than 2.
             out = list(range(0, sides[0], 2))
             back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
             paths_in_order.append([(k,) for k in out + back])
         if len(ordered_sides) > 1:
-            # Out along the first side, and back through the lines that leave it, every second line
-            # backward. The first point of each line was passed on the way out, so it is left out.
+            # The path goes out along the first side, and back through the lines that leave that
+            # side; every second line runs backward. The path has passed the first point of each
+            # line on the way out, so this point is left out on the way back.
             line = _snake(ordered_sides[1:])
             back = [
                 (k, *point)

@@ -16,11 +16,12 @@ AnyMesh = Mesh | AbstractMesh  # an AbstractMesh has no devices: programs are on
 
 
 class DiskForm(NamedTuple):
-    """The form in which a state is stored, for `run.checkpoint.Checkpoints`.
+    """Two functions, for `run.checkpoint.Checkpoints`: from a state to the form in which it is
+    stored, and back.
 
     Attributes:
-        to_disk: turns a state into the form that all layouts (splits over devices) share. It uses
-            only `jax.numpy` on the arrays, since it is compiled.
+        to_disk: turns a state into the form that is the same for all layouts (splits over devices).
+            It uses only `jax.numpy` on the arrays, since it is compiled.
         from_disk: the inverse of `to_disk`.
     """
 
@@ -114,8 +115,9 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     """Returns the index in `paths` of the parameter to which an array of an optimizer's state
     belongs, or None.
 
-    Optimizers keep trees like the parameters, such as `0.mu.blocks.weight` for `blocks.weight`. So
-    the array's `path` ends with the parameter's path. If several paths fit, the longest is taken.
+    Optimizers keep trees like the parameters: the state's `0.mu.blocks.weight` belongs to the
+    parameter `blocks.weight`. So the array's `path` ends with the parameter's path. If several of
+    the `paths` fit, the longest is taken.
     """
     fitting = [
         i

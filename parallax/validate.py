@@ -214,6 +214,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
         yield from unreadable
         return
     yield from _choices(fields)
+    # `_machine` compares the product of the axes with the devices, and `_processes` shares the
+    # devices among the processes.
     to_read = (_processes, _model_and_batch, _machine)
     for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
         yield from kind(fields, sizes)
@@ -330,8 +332,8 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for each size of the model or the batch that is not a multiple of the parts
-    into which it is split."""
+    """Yields a fault for each size of the model or the batch that is not a multiple of the number
+    of parts into which it is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
     # given, this is 0, which has no effect in another gcd.
@@ -373,8 +375,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for sequences, and for tokens of a sequence, whose number is not a multiple of
-    the parts into which they are split."""
+    """Yields a fault if the number of sequences of the batch is not a multiple of the parts into
+    which they are split. Yields another if the same holds for the tokens of a sequence."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
@@ -389,8 +391,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence for tokens
-    that it does not divide."""
+    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
+    if it does not divide them."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -458,11 +460,11 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
-    """Returns sizes of the axes whose product is the machine's devices: the other axes stay, and
-    `data` is the quotient.
+    """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
+    of devices. If possible, only `data` changes.
 
-    If the product of the other axes does not divide the devices, each of them becomes the closest
-    divisor by which the model can be split.
+    If the product of the other axes does not divide the number of devices, each of these axes gets
+    the closest size by which both the devices and the model can be split.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -528,8 +530,8 @@ def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """Returns what `value`, of a wrong type, may mean, as a value of the default's type; the
-    default if that is not clear."""
+    """Returns the value that the caller may have meant by `value`, which has a wrong type. The
+    result has the type of the `default`; it is the `default` if the meaning is not clear."""
     # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     if isinstance(default, bool):

@@ -88,8 +88,8 @@ class _Body(NamedTuple):
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
     """Returns the part of a program between all taps of this path and way, and the taps before
-    them. It computes the values of these taps. With `numbers`, it also computes the numbers of the
-    microbatch and the layer that the taps report.
+    them. This part computes the values of these taps. With `numbers`, it also computes the indices
+    of the microbatch and of the layer that the taps report.
     """
     # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()

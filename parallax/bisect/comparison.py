@@ -274,8 +274,9 @@ def _described(
 def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
     """Returns the part of a run's program that computes the value `key` from the taps before it.
 
-    Returns None for an argument, which no part of the program computes, and for a run without a
-    program. With `numbers`, the part also computes the numbers of the value's microbatch and layer.
+    With `numbers`, the returned part also computes the indices of the microbatch and of the layer
+    that the value belongs to. For an argument, which no part of the program computes, the result is
+    None; so it is for a run without a program.
     """
     if wrong_run.program is None or key.way == ARGUMENT:
         return None

@@ -43,7 +43,8 @@ def _messages(size, n, itemsize):
     """Returns the rounds of messages of `all_to_all`, by which `cost` computes its price.
 
     A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
-    number. `devices(n)` is n, or the product if n has the devices on each of several axes.
+    number. `n` is a number of devices, or a tuple with the number on each of several axes;
+    `devices(n)` is the number of all devices.
     """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 

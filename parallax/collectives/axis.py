@@ -48,10 +48,10 @@ class Algorithm:
 
     Attributes:
         name: the name in errors and reports.
-        all_reduce: the twin of `lax.psum`.
-        reduce_scatter: the twin of `lax.psum_scatter`.
-        all_gather: the twin of `lax.all_gather`.
-        all_to_all: the twin of `lax.all_to_all`, which is the default.
+        all_reduce: the counterpart of `lax.psum`.
+        reduce_scatter: the counterpart of `lax.psum_scatter`.
+        all_gather: the counterpart of `lax.all_gather`.
+        all_to_all: the counterpart of `lax.all_to_all`, which is the default.
         table: returns the table (a `Route`, in route.py) for a number of devices, or several tables
             that run side by side.
     """

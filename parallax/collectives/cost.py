@@ -31,8 +31,9 @@ class Message(NamedTuple):
 
     Attributes:
         bytes: the size of the message.
-        step: the distance in devices along each dim of the table's box; negative if the message
-            goes backwards. A message crosses one link on a switch, and `step` links on a bare ring.
+        step: the distance, in devices, along each dim of the grid of devices that the table is for
+            (its `shape`); negative if the message goes backwards. A message crosses one link on a
+            switch, and `step` links on a bare ring.
         pieces: the number of permutes that send the message: one for each block if blocks are
             large, else one for all.
     """

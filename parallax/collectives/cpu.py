@@ -83,9 +83,10 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
 
 
 def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Returns `x`, computed once: the result of a loop is stored in memory for all of its users.
+    """Returns `x`, passed through a loop, so that `x` is computed only once.
 
-    It costs two or three passes over `x`.
+    XLA may compute a value again for each operation that uses it. It stores the result of a loop in
+    memory, and all users read it there. This costs two or three passes over `x`.
     """
     # Two trips, since XLA replaces a loop of one trip by its body. The second trip writes `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))

@@ -75,6 +75,7 @@ def scatter(
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
+            # It updates `sums`, as the rounds below do.
             _scatter_in_a_loop(routes, chain, term, take, sums, axis_name, dim)
             continue
         for number in chain:
@@ -138,6 +139,7 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
     In each round of a chain after the first, a table sends on exactly the blocks that just arrived.
     Or it sends nothing in the whole chain. At any other round a new chain begins.
     """
+    # `_hands_on` tells whether a round sends on, by the same step, the blocks of the round before.
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):

@@ -180,7 +180,10 @@ def _prices(tables_of):
 
 
 def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
-    """Raises `ValueError` unless all tables have n devices and the same number of rounds."""
+    """Raises `ValueError` unless all tables have n devices, and as many rounds as the first table.
+
+    Tables that run side by side send the messages of their k-th rounds at the same time.
+    """
     rounds = len(tables[0].rounds)
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
@@ -240,8 +243,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
 
     def leaf(x):
         """Returns the sum of one array, computed by `total` and typed as invariant."""
-        # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an
-        # error.
+        # The result is cast to vary along the axis. Booleans are counted. Random keys, and
+        # replication types that `lax` refuses, raise an error.
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):  # no axis, so one device: the sum is `x`
             return x
@@ -249,6 +252,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
         def forward(x):
             return total(x, axis_name)
 
+        # It computes `forward(x)`, with `backward` as its transpose, and declares the result to be
+        # the same on all devices. JAX's own transpose would go through the hops of `total`.
         return linear_collective(x, axis_name, forward=forward, backward=_unchanged, to="invarying")
 
     return leaf_by_leaf(leaf, x, axis_name)

@@ -80,8 +80,8 @@ def _exact_below_a_block(
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
     For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`. `sent` gets only the number of devices:
-    n, or the product if n has the devices on each of several axes.
+    collective `exact`, so its rounds are those of `exact`. `n` is a number of devices, or a tuple
+    with the number on each of several axes; `sent` gets the number of all devices.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -105,7 +105,7 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of messages of an all-gather round a ring, of parts of `size` numbers.
+    """Returns the rounds of messages of a ring all-gather, in which each part has `size` numbers.
 
     `itemsize` is the bytes of a number before it is quantised.
     """

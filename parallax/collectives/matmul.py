@@ -65,9 +65,12 @@ def _from_both_sides(n: int) -> Route:
 def _gathered(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
-    `size` is the number of numbers of one device's `x`, and `itemsize` the bytes of a number.
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
+    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    number of all devices.
     """
+    # A message is one device's `x`. `messages` gives the rounds of a table for blocks of so many
+    # bytes; with `back` the table runs backwards, as a gather.
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -107,10 +110,11 @@ def all_gather_matmul(
 def _reduced(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
-    `size` is the number of numbers of the product, and `itemsize` the bytes of a number.
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
+    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    number of all devices.
     """
-    # A message is one of n blocks of the product, rounded up; it is added to the receiver's.
+    # A message is one of n blocks of the product, rounded up. The receiver adds it.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 

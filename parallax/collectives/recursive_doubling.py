@@ -46,7 +46,8 @@ def _hops_of(n: int) -> list[list[tuple[int, int]]]:
 def _messages(size, n, itemsize):
     """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers.
 
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `n` is a number of devices, or a tuple with the number on each of several axes; `devices(n)` is
+    the number of all devices. `itemsize` is the bytes of a number.
     """
     hops, nbytes = _hops_of(devices(n)), size * itemsize
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two

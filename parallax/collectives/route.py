@@ -144,12 +144,14 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns the length of the longest chain of messages so far, after each round.
+        """Returns a list: for each round, the length of the longest chain of messages up to the end
+        of that round.
 
         In a chain, each message waits for the one before. The rounds are in the order in which they
         run; with `back` they run backwards, as in a gather.
         """
-        return self._hops[back]  # `back` is False or True: index 0 or 1
+        # `_hops` is computed once for each table. `back` is False or True: index 0 or 1.
+        return self._hops[back]
 
     @functools.cached_property
     def _hops(self) -> tuple[list[int], list[int]]:
@@ -166,7 +168,8 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns the length of the longest chain of messages so far, after each round.
+    """Returns a list: for each round, the length of the longest chain of messages up to the end of
+    that round.
 
     In a chain, each message waits for the one before. The rounds are in the order in which they
     run; with `back` they run backwards, as in a gather.

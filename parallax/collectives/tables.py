@@ -143,10 +143,15 @@ def hierarchical(*sizes: int) -> Route:
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
     """All axes carry data at once: part k of each block goes round the ring of axis k first, then
-    round the rings of the other axes."""
+    round the rings of the other axes.
+
+    `sizes` are the numbers of devices on the axes. The tables returned, one for each part, run side
+    by side.
+    """
     longest, axes = max(sizes), range(len(sizes))
     # Shorter rings get empty rounds, so that all parts change to their next axis together.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
+    # `product` returns one table that runs the rings one after another, in the order given.
     return tuple(product(rings, [*axes[k:], *axes[:k]]) for k in axes)
 
 

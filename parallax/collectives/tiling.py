@@ -127,7 +127,7 @@ def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
 def _in_rows(flat, size: int, blocks: int):
     """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
 
-    `size` is the number of numbers of the whole array, of which `flat` may be one device's block.
+    `size` counts the numbers in the whole array, of which `flat` may be one device's block.
     Raises `ValueError` unless the rows form `blocks` equal blocks.
     """
     if size < 2**31:

@@ -204,6 +204,8 @@ class Choice(NamedTuple):
         It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
         size again, it is left out, since it was raced already.
         """
+        # `times` maps each function to its seconds at each of the `sizes`. The winner at a size is
+        # the function with the shortest time there.
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)

@@ -225,7 +225,9 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
 
 
 def _replicated_type(x, *, axes):
-    """Returns the abstract type `x` without `axes` among its varying axes."""
+    """Returns the type of the result of `replicated_p` on an operand of the type `x`: the same type
+    without `axes` among its varying axes."""
+    # `mat`, the "manual axis type", has the sets of varying, unreduced and reduced axes.
     try:
         return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
     except AttributeError as error:  # a JAX whose types have no `mat`

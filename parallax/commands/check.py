@@ -76,9 +76,9 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def first_difference(options: argparse.Namespace) -> str:
-    """Returns a report, as text, of the first value in the training step of `--layout` that differs
-    from the step on one device; with `--record`, from an earlier run. With `--save` it also writes
-    a record of the run to a file.
+    """Returns a report, as text, of the first value in which the training step of `--layout`
+    differs from the step on one device. With `--record`, the step is compared with an earlier run
+    instead. With `--save`, a record of this run is also written to a file.
 
     Raises:
         ValueError: the layout does not fit, there is no record, or the folder of `--save` does not
@@ -113,8 +113,8 @@ def first_difference(options: argparse.Namespace) -> str:
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
-        """Returns the training step of a layout and its arguments, the state and the token windows:
-        the pair that `bisect.record` needs.
+        """Returns the pair that `bisect.record` needs: the training step of a layout, and the
+        step's arguments `(state, windows)`.
         """
         train_step = decoder.train_step(
             chosen.family,

@@ -39,9 +39,9 @@ class Entry(NamedTuple):
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results over all runs; for a permute, those that a device receives.
         hops: the length of the longest chain in which each collective waits for the one before.
-        conditional: whether they stand in a branch that may not be taken. The collectives of all
+        conditional: whether they are in a branch that may not be taken. The collectives of all
             branches are counted.
-        unbounded: whether they stand in a loop of unknown length, which counts as one trip.
+        unbounded: whether they are in a loop of unknown length, which counts as one trip.
     """
 
     kind: str

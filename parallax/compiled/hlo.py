@@ -173,8 +173,8 @@ class Run(NamedTuple):
     Attributes:
         instruction: the collective.
         times: the number of runs over all trips of the loops around it.
-        conditional: whether it stands in a branch that may not be taken.
-        unbounded: whether it stands in a loop of unknown length, which counts as one trip.
+        conditional: whether it is in a branch that may not be taken.
+        unbounded: whether it is in a loop of unknown length, which counts as one trip.
     """
 
     instruction: Instruction
@@ -193,7 +193,7 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
     runs.
 
     Raises:
-        ValueError: a collective stands in a loop of unknown length.
+        ValueError: a collective is in a loop of unknown length.
     """
     ops: list[Op] = []
     for run in runs(module(compiled)):
@@ -260,8 +260,8 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
-        says that it stands in a branch and may run less often; `unbounded` says that it stands in
-        a loop of unknown length and may run more often.
+        says that it is in a branch and may run less often; `unbounded` says that it is in a loop of
+        unknown length and may run more often.
         """
         for instruction in program[name]:
             if instruction.collective:

@@ -5,12 +5,12 @@ a device and its switch, or a slice (or machine) and the network.
     # The seconds for which each link is busy, and the longest latency of a message.
     machine.crossing({(0, 1): 4096})
 
-A link carries one message at a time; messages that share it wait for each other. *Flows* are the
-bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order. An
-`alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has both for a link,
-and `hardware.slow` for the network. `hardware.reached[1]` is the share that links reach of their
-stated rate. A `Machine` has, for each device, its coordinates (`places`) and the number of its
-slice or machine (`groups`); `sizes` are those of the torus, and empty for a switch.
+A link carries one message at a time; messages that share it wait for each other. *Flows* map each
+pair (sender, receiver) to the bytes that are sent; devices are numbered in the order of the mesh.
+An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has both for a
+link, and `hardware.slow` for the network. `hardware.reached[1]` is the share that links reach of
+their stated rate. A `Machine` has, for each device, its coordinates (`places`) and the number of
+its slice or machine (`groups`); `sizes` are those of the torus, and empty for a switch.
 """
 
 from collections import Counter
@@ -77,8 +77,8 @@ class Machine(NamedTuple):
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
         """Returns the seconds for which each link is busy, and the longest latency of a message in
-        seconds. `flows` has the bytes to send, by (sender, receiver). Messages that share a link
-        add up on it."""
+        seconds. `flows` maps (sender, receiver) to the bytes to send. The times of messages that
+        share a link are added."""
         busy: dict[Link, float] = {}
         latency = 0.0
         for (source, target), size in flows.items():
@@ -143,8 +143,8 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """Returns the bytes that a collective sends, by (sender, receiver), and its number of rounds:
-    the messages of a round go at once, and the rounds follow each other.
+    """Returns two things: a dict from (sender, receiver) to the bytes that a collective sends, and
+    its number of rounds. The messages of a round go at once, and the rounds follow each other.
 
     The text of a program has the pairs of a permute. It does not say how XLA's runtime sends the
     other collectives. This function assumes rings in both directions for an all-gather, a

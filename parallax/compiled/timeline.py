@@ -231,7 +231,7 @@ class _Replay:
         return state.now
 
     def _computation(self, name: str, state: SimpleNamespace) -> None:
-        """Replays the instructions of a computation in order, and moves the time `state.now` on."""
+        """Replays a computation's instructions in order, and advances the clock `state.now`."""
         # The end and the source line of each message or copy under way, by the name of its start.
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:

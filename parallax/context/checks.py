@@ -63,7 +63,8 @@ def check_places(
     Args:
         attend: the attention function.
         arrays: its arguments (q, k, v).
-        known: its options, with `positions`: (of the queries, of the keys).
+        known: its options. `known["positions"]` is a pair: the positions of the queries, and the
+            positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]
@@ -290,7 +291,7 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
     """Raises `ValueError` if `segments` are not integers of this shape, [B, T], one per token.
-    `name` is the caller's, for the message."""
+    `name` is the name of the calling function, for the message."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
@@ -354,7 +355,7 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
     `heads` are the numbers of query heads and of key heads of the whole model; they must fit H.
-    `name` is the caller's, for the message.
+    `name` is the name of the calling function, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:

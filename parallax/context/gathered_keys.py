@@ -25,9 +25,10 @@ def gathered(
 ) -> Callable[..., Any]:
     """Returns attention that gathers all keys and values, for the queries of this device.
 
-    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. It calls
-    `attend(q, k, v, positions=(of q, of k))` with the keys of whole sequences, [B, T, G, K], in
-    their order. If there are segments, it passes `segments=(of q, of k)` too.
+    The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
+    [B, T_X, G, K]. It calls `attend(q, k, v, positions=(of q, of k))` with the keys and values of
+    whole sequences, [B, T, G, K], in the order of the sequence. If there are segments, it passes
+    `segments=(of q, of k)` too.
 
     A device computes the scores of T / n queries with T keys: twice as many as causal attention
     needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
@@ -106,7 +107,7 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
-    """Returns the segments of whole sequences, [B, T], from this device's, [B, T_X].
+    """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
     `in_order` turns the tokens of devices 0, 1, ... into the sequence.
     """

@@ -1,7 +1,7 @@
 """Attention over split tokens by two all-to-alls: from tokens to heads, and back.
 
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
-`[T_X]` and `[H_X]` are split over the axis.
+`[T_X]`, `[H_X]` and `[G_X]` are split over the axis.
 
 A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
 `vary_alike` gives q, k and v one type; `whole_segments` gathers the segments of whole sequences.
@@ -23,11 +23,12 @@ def ulysses(
 ) -> Callable[..., Any]:
     """Returns attention over split tokens, in which a device computes some heads of all tokens.
 
-    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all turns q, k
-    and v into [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the
-    sequence, and with `segments=` if there are any. Another all-to-all brings its result back to
-    [B, T_X, H, K]. If the number of key heads is not a multiple of n, each key head is sent several
-    times, and its gradients are added.
+    The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
+    [B, T_X, G, K]. An all-to-all turns q into [B, T, H_X, K], and k and v into [B, T, G_X, K].
+    `attend(q, k, v)` is called with the tokens in the order of the sequence, and with `segments=`
+    if there are any. Another all-to-all brings its result back to [B, T_X, H, K]. If the number of
+    key heads is not a multiple of n, each key head is sent several times, and its gradients are
+    added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its

@@ -54,7 +54,7 @@ def blockwise(
     if positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
-            "Pass positions=(of the queries, of the keys)."
+            "Pass positions=(positions of the queries, positions of the keys)."
         )
     # `marks` is a pair of segments, or None. A single array `segments` is used for both the queries
     # and the keys.

@@ -67,8 +67,8 @@ def batch(
             f"the text has {len(tokens)}. "
             f"Bring more text, or choose a length up to {len(tokens) - 1}."
         )
-    # The number of windows is the same for all offsets. `spare` is the largest offset. From two
-    # windows on, it is at least `length` - 1, so that a window may begin at any token.
+    # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
+    # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     # For each row: the number of the epoch, and the window's place in the order of that epoch.
@@ -150,7 +150,8 @@ def held_out_batches(
 
     Each token after the first is a target once. Windows at the end that do not fill a batch are
     left out, so all batches have one shape. Raises `ValueError` for a text shorter than one batch,
-    for a size below 1, and for tokens that `batch` refuses.
+    for a size, length or limit below 1, and for tokens that are not whole numbers or do not fit
+    int32.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:
@@ -179,8 +180,8 @@ def _array(tokens: Source) -> Source:
 
 
 def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns windows of whole numbers, [rows, length + 1], as int32; refuses other types, other
-    shapes, and numbers that are too large.
+    """Returns windows of whole numbers, [rows, length + 1], as int32. Raises `ValueError` for other
+    types, other shapes, and numbers that do not fit int32.
     """
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:

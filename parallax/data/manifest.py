@@ -19,7 +19,7 @@ from typing import Any
 
 from parallax import _files
 
-CHUNK = 1 << 20  # bytes that are hashed at a time, a part that fits the processor's cache
+CHUNK = 1 << 20  # bytes that are hashed at a time: so many fit into the processor's cache
 THREADS = 4  # threads that hash files; hashing releases Python's lock
 SEAL = 34  # bytes after the line of JSON: a newline, the hash and a newline
 PARTIAL = ".*.partial"  # the names of files while they are written
@@ -158,8 +158,8 @@ def is_hash(value: Any) -> bool:
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     """Checks that the entry `format` of a record, which was read at `path`, is `number`.
 
-    Raises `Damaged` if the entry is no whole number above 0, and a plain `ValueError` if it is
-    another number.
+    Raises `Damaged` if the entry is not a whole number above 0. Raises a plain `ValueError` if it
+    is such a number, but another one.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -225,8 +225,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Raises `Damaged` if one of the paths `among`, which are in `folder`, has no entry in `files`,
-    the files that the manifest lists.
+    """Raises `Damaged` if a path of `among` has no entry in `files`. `among` has paths of files in
+    `folder`; `files` has the files that the manifest lists, by their names in that folder.
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:

@@ -34,20 +34,20 @@ def placed(
         tokens: the text, as `data.batch` takes it; the same in every process.
         sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`. Rows that several
             devices of a process hold are read once.
-        seed: the seed of `data.batch`.
-        step: the step of `data.batch`.
+        seed: the seed of the run, with which `data.batch` draws the order of the windows.
+        step: the number of the step whose batch is wanted.
         size: the number of rows in the global batch, in all processes together.
         length: the number of inputs in a row, which has one token more.
 
     Raises:
-        ValueError: `data.batch` refuses the arguments.
+        ValueError: `data.batch` refuses the arguments, for example a text that is too short.
     """
     size, length = argument_checks.whole_numbers("data.placed", size=size, length=length)
     read = {}  # the rows that were read, by (start, stop, step)
 
     def rows(index):
-        """Returns the rows of one device, read once for each slice. `index` is the device's part of
-        the array, a slice for each dim.
+        """Returns the rows of one device. `index` is the device's part of the array, a slice for
+        each dim. Devices with the same slice of rows share one read.
         """
         bounds = index[0].indices(size)
         if bounds not in read:

@@ -1,12 +1,13 @@
 """A text too large for one file: several token files with a manifest, read as one long array. A
 batch reads only its own windows.
 
-    folder/manifest.json    the vocabulary, a token's dtype, each shard's tokens, bytes and hash
+    folder/manifest.json    the vocabulary, the dtype of a token, and for each shard the number of
+                            its tokens, its size in bytes and its hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-`read` refuses a shard that is missing, cut short or damaged, and names it: before the first step,
-not at step 40,000. `manifest.need(condition, place, what, value)` raises `Damaged` if the condition
-is false.
+`read` refuses a shard that is missing, cut short or damaged, and names it. So a run fails before
+its first step, and not at step 40,000. `manifest.need(condition, place, what, value)` raises
+`Damaged` if the condition is false.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files. `len(shards)` and `shards[places]` have the same results as for one
+    """Tokens in several files. `len(shards)` and `shards[places]` give the same results as for one
     array of all tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
@@ -117,8 +118,9 @@ def read(
     """Returns the shards that `write` stored in `folder`, after a check of all sizes, and of the
     bytes of shards `rank`, `rank` + `processes`, ...
 
-    So the processes of a job together check every byte once before step 0, and a single process
-    checks all bytes. A restarted run may pass `check_bytes=False`; then only sizes are checked.
+    If each process of a job passes its rank and the number of processes, they together check every
+    byte once before step 0. By default one process checks all bytes. A restarted run may pass
+    `check_bytes=False`; then only sizes are checked.
 
     Raises:
         manifest.Damaged: a shard or the manifest is missing, or differs from what was written; the

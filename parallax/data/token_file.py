@@ -62,7 +62,8 @@ class File:
     ) -> Integer[np.ndarray, "*dims"]: ...
     def __getitem__(self, places: Any, /) -> Any:
         """Returns a view for a slice, and the tokens at `places` for an integer or an array. A view
-        is a `File` with fewer places; nothing is read for it."""
+        is a `File` with fewer places, for which nothing is read yet.
+        """
         if isinstance(places, slice):
             if places.step not in (None, 1):
                 raise IndexError(
@@ -99,8 +100,9 @@ class File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
-        """Opens the file, and yields its descriptor. Raises `Damaged` after the `with` block if the
-        file has changed since this object was made, so tokens of a changed file are never returned.
+        """Opens the file, and yields its descriptor. At the end of the `with` block it raises
+        `Damaged` if the file has changed since this object was made. So tokens of a changed file
+        are never returned.
         """
         try:
             with _files.open_file(self.path, "a token file") as file:

@@ -20,13 +20,13 @@ from parallax import argument_checks
 from parallax.data import manifest
 from parallax.data.token_file import File, state_of
 
-MOST = 1 << 31  # tokens on devices are int32
+MOST = 1 << 31  # the largest vocabulary, since tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
 CHUNK = 1 << 19  # tokens checked at a time; even, so that an odd place in a part is odd in the file
 # If tokens of four bytes, below 4 million (64 * 2^16), are read as numbers of two bytes, every
 # second number is below this bound.
 UPPER = 64
-Tokens = Integer[np.ndarray, "_"]  # "_": any length, also for two arguments of one call
+Tokens = Integer[np.ndarray, "_"]  # "_": any length; two arguments may have different lengths
 Text = TypeVar("Text", np.ndarray, File)
 
 
@@ -67,9 +67,9 @@ def store(
 ) -> list:
     """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
-    The tokens are first written to a file of another name. `before` is called when they are on the
-    disk, and before that file is renamed to `path`. `write` removes the old record there, so that
-    a record never stands beside tokens that are not its own.
+    The tokens are first written to a file of another name, which is then renamed to `path`.
+    `before` is called between these two steps, when the tokens are on the disk. `write` uses it to
+    remove an old record, so that a record never stands beside tokens that are not its own.
     """
     item = stored_as(vocabulary)
     check(tokens, vocabulary, where=f"tokens for {path}")
@@ -139,9 +139,10 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     vocabulary.
 
     Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
-    read as numbers of two bytes. Every second number is then the upper half of a token. So a file
-    is refused if every second number is 0. It is also refused if every second number is below 64 (V
-    is then up to 64 * 2^16, some 4 million) while another number is 16 * 64 or more.
+    read as numbers of two bytes. Every second number is then the upper half of a token, which is
+    small. So a file is refused if every second number is 0. It is also refused if every second
+    number is below 64 (V is then up to 64 * 2^16, some 4 million) while another number is 16 * 64
+    or more.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -161,7 +162,7 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
     four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
-    # With fewer than 32 numbers, small odd ones could be chance.
+    # Among fewer than 32 numbers, every second one could be small by chance.
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
@@ -234,7 +235,8 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Raises `ValueError` if a record has another format, vocabulary or type of token.
+    """Raises `ValueError` if a record has another format than `FORMAT`, or another vocabulary or
+    type of token than `vocabulary` needs.
 
     `place` is the path of the record, and `tokens` the path of its tokens.
     """

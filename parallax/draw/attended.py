@@ -13,8 +13,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
 
     A row is a chunk of queries, with the device that holds it; a column is a chunk of keys. In hop
     0 each device uses its own keys; in hop h device i uses the keys of device i - h. A dot is a
-    block that the causal mask hides. With a `path`, the function also draws the same square: a
-    colour for each hop, and in each block the number of its device.
+    block that the causal mask hides. With a `path`, the function also draws the blocks as a square:
+    a colour for each hop, and in each block the number of the device that computes it.
 
     Args:
         order: the order of the chunks, such as `context.zigzag`.
@@ -45,8 +45,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     for query, row in enumerate(hops):
         cells = ["." if hop < 0 else str(hop) for hop in row]
         rows.append([f"queries {query} on device {owner[query]}", *cells])
-    # For each device, the number of its diagonal blocks plus the number of its pairs that are not
-    # padding (the third number is 1).
+    # For each device, the number of blocks that are used: its diagonal blocks, and its pairs that
+    # are not padding. The third number of a pair is 1 if the pair is needed, so sums count these.
     used = [
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)

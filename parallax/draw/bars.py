@@ -18,7 +18,8 @@ def bytes_by_kind(
     """Returns the bytes of each kind and their sum, as a table with a column for each of the
     `plans`.
 
-    With a `path`, the function also draws a stacked bar for each plan there.
+    With a `path`, the function also draws a stacked bar for each plan, and writes the picture to
+    that file.
 
     Args:
         plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
@@ -46,7 +47,8 @@ def traffic(
     """Returns a table of the bytes that a device sends in a step along each axis or set of axes,
     with the most bytes first.
 
-    With a `path`, the function also draws a bar for each of them there.
+    With a `path`, the function also draws a bar for each row but the total, and writes the picture
+    to that file.
 
     Args:
         sent: bytes by axes, such as `plan.Plan.sent`, or the entries of `certificate.read`.
@@ -57,7 +59,7 @@ def traffic(
     """
     is_by_axes = isinstance(sent, Mapping)
     sizes = sent.items() if is_by_axes else [(entry.axes, entry.bytes) for entry in sent]
-    # `axes` is a name or a tuple of names; several entries may have the same axes.
+    # `axes` is a name or a tuple of names. Entries with the same axes are added up.
     by_name: dict[str, Number] = {}
     for axes, size in sizes:
         name = axes if isinstance(axes, str) else " x ".join(axes) or "no axis"

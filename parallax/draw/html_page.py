@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallax.draw import canvas
 
-LONG = 160  # a text with a longer line is prose, which wraps; another text may be a table
+LONG = 160  # a text with a longer line is prose, and is wrapped; other texts may be tables
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 STYLE = """
 :root { color-scheme: light dark; }
@@ -59,8 +59,9 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 
 
 def _html(part: str | Path, name: str) -> str:
-    """Returns a text, or a picture with its bytes embedded, as HTML. `name`, the section's heading,
-    is the picture's description. Raises `ValueError` for another kind of picture.
+    """Returns `part` as HTML: a text, or a picture, whose bytes are embedded. `name` is the heading
+    of the section, and describes the picture. Raises `ValueError` if the picture is neither SVG
+    nor PNG.
     """
     if isinstance(part, str):
         longest = max(map(len, part.splitlines()), default=0)

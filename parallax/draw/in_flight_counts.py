@@ -26,8 +26,8 @@ def in_flight(
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
     of the backward job, or of the weight job if there is one. The residuals of one of v chunks
-    count 1/v. With a `path`, the function also draws a panel for each stage, as wide as
-    `timeline`'s picture.
+    count 1/v. With a `path`, the function also draws a panel for each stage; the picture is as wide
+    as the one of `timeline`.
 
     Args:
         schedule: the schedule.
@@ -64,8 +64,8 @@ def in_flight(
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
-    """Returns the number of microbatches that one stage holds, from time 0 on. `spans` are the
-    stage's jobs.
+    """Returns the number of microbatches that one stage holds, as pairs (time, number from then
+    on) that begin at time 0. `spans` are the stage's jobs.
     """
     # The lane whose jobs free residuals: weight if there is one, else backward.
     last_lane = list(schedule.lanes)[-1]

@@ -15,7 +15,7 @@ from parallax.compiled.timeline import Event, Timeline
 from parallax.draw import canvas
 
 WIDTH = 72  # the characters of a line of time
-MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shares above a bound
+MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for shares above it)
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
@@ -23,7 +23,7 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
     the time: `#` if the row is busy for over 95% of it, `+` for over 50%, `.` for over 2%, and
     otherwise a space. A line ends with the share of the whole time in which its row is busy.
 
-    With a `path`, the function also draws the lines there.
+    With a `path`, the function also draws the lines, and writes the picture to that file.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -66,9 +66,10 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """Returns for each of `WIDTH` equal parts of the time the share in which an event runs.
+    """Returns, for each of `WIDTH` equal parts of the time from 0 to `end`, the share of the part
+    in which an event runs.
 
-    Events may overlap; the time in which two of them run counts once. `end` is the end of the time.
+    Events may overlap; the time in which two of them run counts once.
     """
     busy, until = np.zeros(WIDTH), 0.0
     edges = np.linspace(0.0, end, WIDTH + 1)

@@ -48,7 +48,8 @@ def _lines(table: Route) -> Iterator[str]:
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
-    # For each round, `hops` has the longest chain of messages up to it that wait for each other.
+    # `hops` has a number for each round: the length of the longest chain of messages up to this
+    # round that wait for each other.
     yield (
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
@@ -91,7 +92,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
         moves = _moves(table, r)
         # All devices send alike, so a device receives the terms that it sends, at other offsets.
         sent = {before: blocks[before] for _, before, _ in moves}
-        # Blocks that are sent are no longer held. Copies of the sets: the caller has the old ones.
+        # Blocks that are sent are no longer held. The sets are copied, since the caller may still
+        # use those that were yielded before.
         blocks = {o: set(terms) for o, terms in blocks.items() if o not in sent}
         for _, before, after in moves:
             blocks[after] |= sent[before]
@@ -99,7 +101,9 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    """Draws a circle of devices for each group of `_equal_rounds`, in the order of the tables."""
+    """Draws a circle of devices for each group of equal rounds, in the order of the tables, and
+    writes the picture to `path`.
+    """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
@@ -115,8 +119,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields groups of rounds that follow each other and whose messages go the same steps. Rounds
-    without messages are left out, and do not end a group.
+    """Yields lists of numbers of rounds. The rounds of a list follow each other, and their messages
+    go the same steps. Rounds without messages are left out, and do not end a list.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -124,8 +128,9 @@ def _equal_rounds(table: Route) -> Iterator[list[int]]:
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draws the devices in a circle, and an arrow for each message of a round. All `rounds` of the
-    group have arrows like the first; each step has its colour, paler from devices other than 0.
+    """Draws the devices in a circle, and an arrow for each message of the first of `rounds`. The
+    other rounds have the same arrows. Each step has its own colour; the arrows of devices other
+    than 0 are paler.
     """
     angles = [2 * math.pi * device / table.n for device in range(table.n)]  # clockwise from the top
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]

@@ -26,7 +26,8 @@ def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
     """Returns one line with the sizes of a schedule, its makespan, its bubble, and the largest
-    number of microbatches in flight on a stage.
+    number of microbatches in flight on a stage. `forward`, `backward` and `weight` are the times of
+    a stage's jobs for one microbatch, as `Schedule.makespan` takes them.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
@@ -80,7 +81,8 @@ def timeline(
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
     shows the most microbatches that each stage holds. Stages run in lockstep. Above the picture
     stand `title`, such as the schedule's name, and the summary. `forward`, `backward` and `weight`
-    are the costs of a job, as in `Schedule.makespan`.
+    are the times of a stage's jobs for one microbatch. By default `backward` is 2, or 1 if the
+    schedule has a weight lane.
 
     Raises:
         ImportError: matplotlib is not installed.

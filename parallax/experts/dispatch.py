@@ -458,7 +458,7 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 
 
 def _check_capacity(name: str, capacity: float) -> None:
-    """Raises `ValueError` unless the capacity is above 0. `name` is the caller's."""
+    """Raises `ValueError` unless the capacity is above 0. `name` is the function in the message."""
     if not capacity > 0:
         raise ValueError(
             f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "

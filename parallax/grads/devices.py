@@ -157,8 +157,11 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 
 
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raises `ValueError` if the leaves have unequal numbers of rows. `rows` has these numbers by
-    the leaf's name, and `reason_and_cure` ends the message."""
+    """Raises `ValueError` if the leaves of a batch have unequal numbers of rows.
+
+    `rows` maps the name of each leaf to its number of rows. `reason_and_cure` ends the message: the
+    callers have different reasons for equal numbers.
+    """
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
@@ -611,7 +614,8 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. They have
     as many bytes as the messages of `averaged`, but are sent leaf by leaf, and once per microbatch.
-    So do not use `accumulated` around the block. Tell `averaged` which parameters are summed here:
+    So do not use `accumulated` around the block. Tell `averaged` by `reduced=` which parameters are
+    summed here, so that it leaves their gradients to the block:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)

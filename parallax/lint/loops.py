@@ -1,10 +1,11 @@
 """Finds sums over devices that a loop only adds to a carry: one sum after the loop would give the
 same result.
 
-A `Value` has the facts of a value. Its `parts` are the sums and carries that it is a linear
-function of. Its `differs` are the axes along which it differs between devices. Its `trip` is the
-depth of the innermost loop that changes it, or 0 if none does. A part is *spoiled* if the loop's
-body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
+A `Value` records what the lint knows about one value of the program. Its `parts` are the sums and
+carries that it is a linear function of. Its `differs` are the axes along which it differs between
+devices. Its `trip` is the depth of the innermost loop that changes it, or 0 if none does. A part is
+*spoiled* if the loop's body also uses it in another way than by adding it up; a spoiled sum must
+stay in the loop.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
 devices along them together. `where` is the caller's source line. `trips` is the number of trips of
 a loop, or None if it is not known. `sent` is a collective: its `kind`, and whether it is made of
-`ppermute`s (`permutes`), which wait for all devices of the program. A `Value` has the facts of one
-value.
+`ppermute`s (`permutes`), which wait for all devices of the program. A `Value` records what the lint
+knows about one value.
 """
 
 import math

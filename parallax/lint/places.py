@@ -48,13 +48,15 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Returns the dims after an operation that keeps all elements in order, or None for others.
+    """Returns how one array of an operation is split, given how the other is split: the operand
+    and the result, or the result and the operand. Returns None unless the operation keeps all
+    elements in order.
 
     Args:
         node: the operation.
-        dims: for each dim of the one shape, the axes that split it.
-        before: the shape with these dims: that of the operand or of the result.
-        after: the other shape.
+        dims: for each dim of the given array, the axes that split it.
+        before: the shape of the given array.
+        after: the shape of the other array.
     """
     if node.name in ELEMENTWISE:
         return dims if before == after else None

@@ -3,8 +3,9 @@
 The `Dims` of a value have, for each dim, the axes that split it, the outermost first. A value's
 `shard` is the argument whose elements it has, with the `Dims` of the value. `fed` are the axes
 along which it depends on a split batch, without a collective between. `chosen` are the axes for
-which it depends on the device's index. `known` has the facts (`Value`s) of a program's values, by
-number. `axes_of_blocks` gives the axes that split dims of which a device has several rows.
+which it depends on the device's index. `known` maps the number of each value of a program to a
+`Value`, the record of what the lint knows about it. `axes_of_blocks` gives the axes that split dims
+of which a device has several rows.
 
 Joining elements of different shards is no mistake in two cases. A dim with one row (index) on each
 device may count models, as in an ensemble. And if the elements are rounded to integers or to 8

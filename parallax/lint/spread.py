@@ -10,15 +10,16 @@ the split dim, as in a norm or a softmax; or a value that is the same on all dev
 bias, is added to the term. Only values of the forward pass that have a dim of the batch's rows are
 checked; gradients and updates have the dims of weights.
 
-A `Dim` has the facts of a dim. `split` are the axes that split it. A reshape may cut a split dim
-into an outer dim and inner dims; the axes of the split dim are then `within` for each inner dim.
-`rows` says whether the dim counts the batch's rows. `drawn` and `counted` say whether its elements
-were drawn at random, or made by counting on the device. `parts` are the slices of split dims that
-it is made of. A *term* is a device's part of a reduction over a split dim. A `Term` says whether
-the value is still a linear function of the term (`is_linear`), whether the reduction is a maximum
-or minimum (`is_peak`), and which operation added a value that is the same on all devices (`added`).
-`shared` are the axes by whose number of devices a value was divided. The rules, one for each kind
-of operation, take the facts of the operands (`inputs`) and return those of the results.
+A `Dim` records what the lint knows about one dim of a value. `split` are the axes that split it. A
+reshape may cut a split dim into an outer dim and inner dims; the axes of the split dim are then
+`within` for each inner dim. `rows` says whether the dim counts the batch's rows. `drawn` and
+`counted` say whether its elements were drawn at random, or made by counting on the device. `parts`
+are the slices of split dims that it is made of. A *term* is a device's part of a reduction over a
+split dim. A `Term` says whether the value is still a linear function of the term (`is_linear`),
+whether the reduction is a maximum or minimum (`is_peak`), and which operation added a value that is
+the same on all devices (`added`). `shared` are the axes by whose number of devices a value was
+divided. The rules, one for each kind of operation, take the facts of the operands (`inputs`) and
+return those of the results.
 """
 
 import functools
@@ -108,7 +109,7 @@ class _Operation:
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
-        """Follows the drawing of random numbers: all dims are `drawn`."""
+        """Follows an operation that makes random numbers: all dims of its result are `drawn`."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
@@ -359,7 +360,8 @@ class _Operation:
         factors = [number for number in numbers if number is not None]
 
         def is_factor(size):
-            """Returns whether a factor is the size, or 1 over the size."""
+            """Returns whether one of the `factors` is `size`, the number of devices along an axis,
+            or 1 / `size`."""
             return any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
 
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))

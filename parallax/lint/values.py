@@ -1,6 +1,7 @@
 """The facts that the lint follows from value to value of a program.
 
-A `Value` has the facts of one value, and a `Dim` those of one of its dims.
+A `Value` records what the lint knows about one value, and a `Dim` what it knows about one dim of
+that value. Each such piece of knowledge is a *fact*.
 
 JAX's replication types say along which axes a value is *known* to be the same. These facts say
 along which axes it *is* the same, as far as the program shows. A value that was summed and then
@@ -202,10 +203,10 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two. Facts that lead to a finding, such as a
-    `shard`, must hold for both; facts that excuse one, such as `differs`, need to hold for only
-    one. If one of the two is made only of numbers written into the program, the dims are those of
-    the other.
+    """Returns the facts of a value that may be either of two, such as the result of a conditional.
+    Facts that lead to a finding, such as a `shard`, must hold for both; facts that excuse one, such
+    as `differs`, need to hold for only one. If one of the two is made only of numbers written into
+    the program, the dims are those of the other.
     """
     together = joined(
         [first, second],
@@ -226,8 +227,8 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts of a dim that is one of two: those of both, but it counts rows if one of
-    the two does."""
+    """Returns the facts of a dim that may be either of two: the facts that hold for both. But the
+    dim counts rows if one of the two does."""
     return Dim(
         first.split & second.split,
         first.within & second.within,

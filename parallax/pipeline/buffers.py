@@ -1,9 +1,11 @@
 """Arrays that wait in slots for a later tick, and sums in which some ticks do not count.
 
-A buffer is [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the
-tick that reads it. A tick counts for a stage if the schedule has a job there: idle stages compute
-too, and their results are masked. An array varies along a mesh axis if its type says that it may
-differ between the devices of the axis.
+A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is
+[slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick that
+reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick 9. A
+tick counts for a stage if the schedule has a job there: idle stages compute too, and their results
+are masked. An array varies along a mesh axis if its type says that it may differ between the
+devices of the axis.
 """
 
 import functools
@@ -61,8 +63,8 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """
 
     def leaf(buffer, x):
-        """Returns a buffer with `x`, which has no dim of slots, in the slot."""
-        if x is None:
+        """Returns a buffer, [slots, ...], with `x`, [...], written into the slot `slot`."""
+        if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
         if buffer.ndim == x.ndim:
@@ -73,11 +75,11 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of arrays, or of types,
-    that have no dim of slots."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is that tree, as arrays or as
+    types: it says which buffers have the dim of slots, [slots, ...], and which do not."""
 
     def leaf(buffer, like):
-        """Returns the array in the slot of a buffer."""
+        """Returns the array in the slot `slot` of a buffer; `like` has its number of dims."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -89,13 +91,14 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots, [count, ...], for each of these types of arrays.
 
-    An array whose type is the same on all stages gets one array [...] for all microbatches instead.
-    In one tick the stages have different microbatches, so such an array depends on none of them.
-    `axis` is the axis of the stages.
+    An array that is the same on all stages, by its type, gets one array [...] for all microbatches
+    instead. In one tick the stages have different microbatches, so such an array depends on no
+    microbatch. `axis` is the axis of the stages.
     """
 
     def slots(kind):
-        """Returns the buffer for one type, which varies along the same axes."""
+        """Returns the buffer of `count` slots for an array of the type `kind`; the buffer varies
+        along the axes of the type."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)

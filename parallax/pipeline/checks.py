@@ -1,9 +1,10 @@
 """Checks of a pipeline's parameters and of the values that the user's functions return.
 
 Legend: P stages, M microbatches, v chunks per stage, L layers. `blocks` are the parameters of the
-layers, split over the stages; `embed`, `stage` and `head` are the user's functions; `aux` is a tree
-of values to log. An array varies along a mesh axis if its type says that it may differ between the
-devices of the axis; otherwise it is the same there.
+layers, split over the stages. The user's functions are `embed`, which makes the first stage's input
+`x` from a microbatch, `stage`, which runs one chunk of layers on `x`, and `head`, which computes
+the loss from the last `x`. `aux` is a tree of values to log. An array varies along a mesh axis if
+its type says that it may differ between the devices of the axis; otherwise it is the same there.
 """
 
 import math
@@ -66,7 +67,7 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
     devices. Also refuses blocks that are the same on all stages, blocks whose first dim is not the
-    schedule's chunks, and blocks without a layer."""
+    schedule's number of chunks, and blocks without a layer. `blocks` are those of this device."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -75,8 +76,9 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
-        # If all stages have the same blocks, each layer would run P times, with no other error.
-        # Along an axis of one device a type says nothing, so those axes do not count.
+        # If all stages had the same blocks, each layer would run P times, and nothing else would
+        # raise an error. The type of an array says nothing about an axis of one device, so such
+        # axes do not count.
         same = replicated_axes(leaf, axis)
         if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
@@ -104,7 +106,7 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuses with a `ValueError` an empty batch, which has no mean."""
+    """Refuses with a `ValueError` a batch that has an array without rows, since it has no mean."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
@@ -135,8 +137,8 @@ def activation(x: PyTree) -> None:
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuses with a `ValueError` a stage that returns another tree than it takes, or arrays of
-    another shape or type."""
+    """Refuses with a `ValueError` a stage whose output, `returned`, has another tree than its
+    input, `taken`, or arrays of other shapes or dtypes."""
     # The loop over the ticks has one carry, whose shapes cannot change, so all stages exchange
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
@@ -160,7 +162,9 @@ def head(traced: Traced, axis: Axis) -> None:
     """Refuses with a `ValueError` a head whose sum over the stages includes values that each stage
     computes from its own `x`.
 
-    Every stage runs the head, but only the last stage's `x` is the model's output.
+    Every stage runs the head, but only the last stage's `x` is the model's output. `traced` is the
+    head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks for such a sum
+    in the program.
     """
     # For each array among the head's arguments (params, x, microbatch, number): whether it is in
     # `x`, argument 1. `used` is a tree like the arguments.
@@ -209,7 +213,8 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array; raises `ValueError` if it is not one real number."""
+    """Returns `value` as an array; raises `ValueError`, which begins with `name`, if it is not one
+    real number."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(

@@ -3,12 +3,15 @@ one program without conditionals.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
 devices. A collective inside a conditional that differs between devices would hang, so the jobs run
-without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
-of slots is the most microbatches that the schedule holds at once; in 1F1B it does not grow with M.
+without a conditional. The values that a microbatch's backward pass needs wait in slots. There are
+as many slots as the schedule holds microbatches at once; in 1F1B they do not grow with M.
 
-`jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them. An array
-varies along an axis if its type says that it may differ between the devices. `sequence_after(x, y)`
-is `x`, which on a CPU waits for `y`.
+`jobs` (a `Jobs`, in jobs.py) has the user's functions, each traced once, and `lockstep` and
+`per_stage` are two ways to run them in the ticks of a schedule. Both return sums over all
+microbatches: `loss`; `terms`, the stages' own terms of the loss, or None; the gradients of the
+blocks, which are split over the stages, and of the `ends`, all other parameters; and the auxiliary
+values to log, `of_head` and `of_stages`. An array varies along an axis if its type says that it may
+differ between the devices. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -110,8 +113,8 @@ def value_and_grad(  # noqa: PLR0913
         ValueError: the schedule has another number of stages than the axis; the number of sequences
             is not a multiple of M, or is 0; `params` has no `blocks`, and no `blocks` is given; an
             array of `blocks(params)` is not split over `axis`, or has no first dim of v; `stage`
-            returns another tree than it takes; or a function reads a parameter that would have no
-            gradient: one by closure, or, outside the stage, one of the blocks.
+            returns another tree than it takes; a function reads a parameter by closure, or `embed`
+            or `head` reads one of the blocks: these parameters would have no gradient.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -146,10 +149,25 @@ def value(
     """Returns the loss function that `value_and_grad` differentiates, for evaluation: it runs only
     the schedule's forward lane, and saves nothing.
 
-    Arguments and errors are as in `value_and_grad`. With auxiliary values the function returns
-    `(loss, aux)`. The functions may read parameters by closure, since no gradient is taken.
+    The result takes `(params, batch)`, and returns the mean loss over the microbatches, or
+    `(loss, aux)` if there are auxiliary values. Call it inside `mesh.spmd`. The user's functions
+    may read parameters by closure, since no gradient is taken.
+
+    Args:
+        embed: `(params, microbatch) -> x`: the input of the first stage.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers.
+        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`.
+        schedule: the table; its number of stages is the size of `axis`.
+        axis: the axis of the stages, or several as one.
+        blocks: picks from `params` the blocks that are split over the stages.
+        send: how the stages' messages are sent: `whole`, or `split_over` an axis.
+        aux: applied to the auxiliary values, stacked over microbatches.
+
+    Raises:
+        ValueError: as for `value_and_grad`, except that functions may read parameters by closure.
     """
     axis = Axis.of(axis)
+    # `trainable=False`: no leaf is differentiated.
     functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
@@ -162,8 +180,8 @@ def value(
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """Returns the last stage's `x` on all stages, for a head that the stages compute together.
 
-    This is one all-reduce. Its transpose sends nothing: it is the cotangent on the last stage, and
-    0 on the others.
+    This is one all-reduce. Its transpose sends nothing: the cotangent of `x` is the result's
+    cotangent on the last stage, and 0 on the others.
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.
@@ -171,20 +189,22 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
-    """Runs the schedule. Returns (value, gradients): the value is the loss, or `(loss, aux)`. Loss
-    and gradients are means over the microbatches; the function `aux` is applied to the stacked
-    auxiliary values.
+    """Runs the schedule of `jobs`. Returns (value, gradients): the value is the loss, or
+    `(loss, aux)`. Loss and gradients are means over the microbatches; the function `aux` is applied
+    to the stacked auxiliary values.
     """
     schedule, axis = jobs.schedule, jobs.axis
-    # Each schedule can run in only one of the two ways.
+    # Each schedule can run in only one of the two ways, and says in which.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     # The head's loss, and the stages' own terms of it if they have some.
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
+    # One tree like the parameters: each of these two has None where the other has arrays.
     gradients = eqx.combine(sums.ends, sums.blocks)
-    # If all stages have a parameter, each has a part of its gradient, and the parts are summed over
-    # the stages. The gradients of the blocks are complete: each block is on one stage. A varying
-    # loss is summed over the stages: the head's is 0 on all stages but the last, and each stage has
-    # its own terms.
+    # The axes over which each loss and each gradient is still to be summed; `()` for none. If all
+    # stages have a parameter, each has a part of its gradient, and the parts are summed over the
+    # stages. The gradients of the blocks are complete: each block is on one stage. A varying loss
+    # is summed over the stages: the head's is 0 on all stages but the last, and each stage has its
+    # own terms.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
@@ -198,23 +218,25 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """Returns the auxiliary values, the same on all stages: the head's [M, ...], and the stages'
-    [M, vP, ...] by place in the model.
+    """Returns the auxiliary values, the same on all stages: the head's, [M, ...] each, and the
+    stages', [M, vP, ...] each, in the order of the chunks in the model.
 
-    On a CPU their all-reduces run only after `after` is computed.
+    `sums` has them as they are on this stage: `of_head` [M, ...], which counts on the last stage,
+    and `of_stages` [M, v, ...], of this stage's chunks. On a CPU the all-reduces run only after
+    `after` is computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
         """Returns one value of the head, [M, ...], the same on all stages: the last stage's."""
-        # If the stages computed the head together, all of them have its value already.
+        # If the stages computed the head together (`shared_out`), all of them have its value.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]. On a CPU
-        its all-reduce waits for `after`."""
+        """Returns one value of all chunks in the order of the model, [M, vP, ...], from the values
+        of this stage's chunks, [M, v, ...]. On a CPU its all-reduce waits for `after`."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

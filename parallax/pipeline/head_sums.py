@@ -1,16 +1,20 @@
 """Detects a head whose sum over the stages includes values that early stages computed from their
 own `x`.
 
-An *early* stage is any stage before the last. The head runs on every stage, but only the last stage
-has the model's output. A sum over stages is right if the terms of early stages are zero, by a
-factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
-program, so its values are computed here for every stage.
+An *early* stage is any stage before the last. The head, which computes the loss from the output `x`
+of a stage, runs on every stage, but only the last stage's `x` is the model's output. So
+`psum(loss(x))` over the stages is wrong, and `psum(where(index == last, loss(x), 0))` is right: a
+factor or a choice that depends on the stage's index makes the terms of early stages zero. Such a
+factor depends on no argument of the program, so its values are computed here for every early stage.
 
-The *terms* of a value say whether it depends on the `x` of an early stage (`early`), on no argument
-of the program (`is_number`), and on the stage's index (`indexed`). `by_index` gives the value of a
-number for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the terms
-of all operands, and `is_sent` says whether an equation communicates over the axis. `stages` are the
-indices of the early stages.
+The head's program is read equation by equation. The `Terms` of a value say whether it depends on
+the `x` of an early stage (`early`). A value that depends on no argument of the program is called a
+number (`is_number`); `indexed` says whether it depends on the stage's index, and `by_index` is the
+function from an index to the number's value, or None if that is unknown. If a value was gathered
+from all stages, `gathered` is the dim in which their `x` stand one after the other.
+
+From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
+says whether an equation communicates over the axis. `stages` are the indices of the early stages.
 """
 
 import functools
@@ -54,10 +58,11 @@ class Terms(NamedTuple):
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
-    """Returns whether a sum over `axis` includes a term that a device other than the last computes
-    from its `x`; `of_x` says which arguments are `x`.
+    """Returns whether a sum over `axis` in the program includes a term that a device other than the
+    last computes from its `x`. `of_x` says of each argument of the program whether it is part of
+    `x`.
 
-    A factor or a choice that depends on the device's index counts as right if its numbers are
+    A factor or a choice that depends on the device's index counts as right if its values are
     unknown. They are unknown if there are more than `SMALL` of them, or if they may change in each
     iteration of a loop.
     """
@@ -68,8 +73,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Follows `x` through a program to sums over the devices of an axis. `added` says whether a sum
-    has a term that an early stage computed from its `x`."""
+    """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
+    that an early stage computed from its `x`."""
 
     unknown = Terms()
 
@@ -87,15 +92,17 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation's result of type `aval`. Sets `added` if the equation
-        sums terms of early stages."""
+        """Returns the `Terms` of an equation's result, whose type is `aval`, from those of its
+        operands. Sets `added` if the equation sums terms of early stages."""
+        # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
         # By default, the result depends on all that any operand depends on.
         joined = self.met(operands)
-        # A gather adds nothing up. A result that still differs between stages is no sum over them.
-        # No other collective is an error here, so its result is not followed further.
+        # A sum over the stages is a collective that is no gather, and whose result is the same on
+        # all stages. The result of a gather is followed, since the program may sum its gathered dim
+        # later. The results of other collectives are not: they are no error here.
         if joined.early and self.is_sent(eqn):
             is_gather = "all_gather" in name
             self.added |= not is_gather and not differs
@@ -110,19 +117,21 @@ class _Sums(jaxprs.FollowingAlong):
         # A factor that is zero on all early stages, such as `index == last`, removes their terms.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # A value whose type is the same on all stages is not one stage's own. An example is the
-        # condition by which `cpu.sequence_after` makes one value wait for another.
+        # A value that is the same on all stages, by its type, does not depend on one stage's `x`.
+        # An example is the condition by which `cpu.sequence_after` makes a value wait for another.
         return joined if differs else joined._replace(early=False)
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the terms of a result of type `aval` that is computed from a gathered operand.
-        Sets `added` if the equation reduces or contracts the dim in which the stages stand.
+        Sets `added` if the equation reduces or contracts the gathered dim, in which the `x` of all
+        stages stand one after the other.
 
         The dim is followed through operations that keep the shape, reductions of other dims and
         transposes. A factor or a choice that depends on no argument may leave early stages out, and
-        any other operation may take the last stage's `x` alone: both count as right.
+        any other operation may take only the last stage's `x`: both count as right.
         """
         name = eqn.primitive.name
+        # The index of the first gathered operand, and its gathered dim.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)
@@ -142,8 +151,10 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(gathered=dim if is_kept and not is_chosen else None)
 
     def loop(self, body, constants, carry, sliced):
-        """Returns the terms of a loop's results. A number of the carry, of a slice or of a result
-        may change in each iteration, so these numbers become unknown; constants stay known."""
+        """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
+        other arguments are the `Terms` of the loop's operands, by kind: constants, carries and
+        arrays that are sliced by iteration. A number of a carry, a slice or a result may change in
+        each iteration, so its value becomes unknown; the values of constants stay known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -181,7 +192,7 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor is a number that depends on the stage's index, and is zero on
-        all early stages. If its values are unknown, they count as zero."""
+        all early stages. A factor whose values are unknown counts as zero there."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
@@ -201,7 +212,8 @@ def _number_of(value: Any) -> Terms:
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has one result, no program inside, and is not a collective."""
+    """Returns whether an equation has one result, no program inside, and is not a collective: only
+    such an equation can be computed for one stage alone, as `_computed` does."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)
@@ -215,6 +227,7 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     values = [operand(index) for operand in operands]
     if eqn.primitive.name in CASTS:
         return values[0]
-    # It is computed now, and not added to the program that is being traced.
+    # The result is computed now: without this context, JAX could add the equation to a program that
+    # is being traced.
     with core.eval_context():
         return eqn.primitive.bind(*values, **eqn.params)

@@ -3,19 +3,25 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights).
 
-A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
-the new carry, with the arrays that the job saved and with its terms added to the sums.
-`row.jobs[lane][stage]` is the number of a job, and `row.saved` and `row.deferred` give slots in the
-same way. The executors, `lockstep` and `per_stage`, decide when a job runs and send its result. A
-lane is one kind of job: "forward", "backward" or "weight". An idle stage computes too, and its
-results are masked by `task.valid`, which is `True` itself if only real jobs run.
+A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. It
+returns the array to send, and the new carry, with the arrays that the job saved and with its terms
+added to the sums. The executors, `lockstep` and `per_stage`, decide when a job runs and send its
+result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight" (W).
+
+A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
+on an idle stage. `row.saved` and `row.deferred` give in the same way the slots, the places in a
+buffer where arrays wait: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A task
+is this stage's job, as microbatch, chunk, `position` (the chunk's place in the model) and `valid`.
+An idle stage computes too, and its results are masked by `task.valid`, which is `True` itself if
+only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); an activation as zeros (`x`); the number of this stage (`index`); the types
 of the arrays in slots (`saved` of F, `deferred` of I); zeros of the stage's own term of the loss
-and `aux` (`terms`), and that term's cotangent (`seed`). These functions give the arguments of a
-job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a microbatch) and
-`finished` (the head's). `ends` are the parameters that are not in the blocks.
+and `aux`, the values to log (`terms`), and that term's cotangent (`seed`). These methods give the
+arguments of a job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a
+microbatch) and `finished` (the head's). `ends` are the parameters that are not in the blocks.
 """
 
 import copy
@@ -96,12 +102,13 @@ class Jobs(Programs):
     """The jobs of one device, with the attributes of `Programs`."""
 
     def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """Returns the carry before the first tick: it has `saved` and `deferred` slots, and all
-        sums are 0. `arrived` is the executor's own part."""
+        """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
+        messages; `saved` and `deferred` are the numbers of slots for the arrays of F and of I."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, of_head = self.programs["head"].out[0]
 
+        # `wide_zeros` gives zeros of at least float32, and `stacked` zeros with new first dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
             # of its results.
@@ -120,9 +127,10 @@ class Jobs(Programs):
 
     def after(self, carry: PyTree) -> "Jobs":
         """Returns the jobs, with parameters that are ready only after `carry`, so that no
-        collective of a job runs before the previous tick."""
+        collective of a job runs before the previous tick has ended."""
         jobs = copy.copy(self)
-        # Only a collective whose operands depend on nothing but the parameters could run too early.
+        # Only a collective that depends on nothing but the parameters could run too early;
+        # `moves_early` says whether one of the user's functions has such a collective.
         if self.moves_early:
             jobs.params = sequence_after(self.params, carry)
         return jobs
@@ -141,12 +149,12 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers: on `entered` at the first place of the model, else on
-        `arrived`. Returns the output, and the carry with the arrays that F saved."""
+        """Runs F, one chunk of layers: on `entered`, the embedding's output, at the first place of
+        the model, else on `arrived`, the activation from the place before. Returns the output, and
+        the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
-        # `position` is the place. It decides, not the stage: with chunks, stage 0 also has later
-        # places of the model.
+        # The place decides, not the stage: with several chunks, stage 0 has later places too.
         x = chosen(task.position == 0, entered, arrived)
         # `moving` has the floating-point leaves of the output, `still` the others.
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
@@ -180,7 +188,7 @@ class Jobs(Programs):
         # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss.
         # The gradients that `seed` adds on an idle stage are masked in `_with_gradients`.
         ct = masked(task.valid, ct), self.seed
-        # The results of B are the gradients; those of I (`in_halves`) are the arrays that W needs.
+        # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
@@ -213,37 +221,39 @@ class Jobs(Programs):
         tree of None.
         """
         microbatch = row.jobs["head"]
+        # `ends` are the gradients of the parameters outside the blocks.
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
-        # `True`: the loss is masked already, inside the program.
+        # `True` adds the loss as it is: the program has masked it already.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
-        # The gradients are masked too, by `counts`, whether the loss counts on this stage:
-        # elsewhere the head may have computed NaN from its own `y`.
+        # `counts` says whether the loss counts on this stage. The gradients are masked by it: on
+        # other stages the head may have computed NaN from a `y` that is not the model's output.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """Returns the tree of the stage that is `distance` stages before this one in the ring; with
         a negative distance, the tree of a stage after this one."""
-        # No message at distance 0: the next place of the model may be on the same stage, as in a
-        # placement that runs down the stages and back (a V).
+        # Distance 0 needs no message. The next place of the model is then on the same stage, as in
+        # a placement that goes from the first stage to the last and back (a V).
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
         return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
-        """Returns the carry with these gradients of the ends added if they count."""
+        """Returns the carry with these gradients of the ends, of one microbatch, added if they
+        count on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with the gradients of the task's chunk added, and the gradients of the
-        ends that the stage reads."""
+        """Returns the carry with a task's gradients added: those of its chunk of the blocks,
+        `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
         # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]
-            # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
+            # The cotangent of an idle stage was 0 already, but its gradient may be NaN: 0 * NaN.
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
         carry = carry.with_sums(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))

@@ -1,9 +1,11 @@
 """Stages with unequal numbers of layers: a table gives the layers of each place in the model, and
 all places are padded to the longest.
 
-Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A place is the
+Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
 position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
 layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
+Blocks are the parameters of the layers, a tree of arrays whose first dims count layers; P n is P
+groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -54,8 +56,9 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
     stages.
 
-    The padding repeats a place's last layer, so that the padding's outputs are finite too. They are
-    never used, so the padding's gradient is 0; but an optimizer with weight decay changes it.
+    The padding repeats a place's last layer, so that the padding's outputs are finite too. These
+    outputs are never used, so the padding's gradient is 0. An optimizer with weight decay still
+    changes the padding.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not L.
@@ -79,7 +82,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns the inverse of `pad_layers`: blocks as [L, ...], without the padding."""
+    """Returns padded blocks of [v, P n, ...] as [L, ...], in the order of the model and without the
+    padding: the inverse of `pad_layers`."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     # The indices of the rows that are not padding, among all v P n rows.
@@ -107,7 +111,7 @@ def run_layers(
     table: Layers,
 ) -> Tree:
     """Returns `x` after the layers of the place `position`. Each layer is one call
-    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's place among all
+    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's index among all
     L layers.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
@@ -116,8 +120,8 @@ def run_layers(
     instead of 10.
     """
     table = checked(table)
-    # This place's number of layers and its first layer. `position` is traced, so a JAX array, not
-    # NumPy's, must be indexed.
+    # This place's number of layers, and the index of its first layer. `position` is traced, so it
+    # cannot index a NumPy array.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -126,8 +130,8 @@ def run_layers(
 
     def layer_or_none(x, weights_and_number):
         """Returns `x` after row i of the blocks, or `x` itself if that row is padding, which begins
-        at row `count`. `first` is the number of the place's first layer. The function is a body of
-        `lax.scan`."""
+        at row `count`. `first` is the index of the place's first layer. The function is a body of
+        `lax.scan`, so it also returns None: nothing is stacked."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -168,7 +172,7 @@ def checked(table: Layers) -> Layers:
 
 
 def _first(table: Layers) -> Layers:
-    """Returns the number of each place's first layer."""
+    """Returns for each place, [v, P], the number of its first layer among all L layers."""
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
@@ -183,11 +187,14 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
         ValueError: the blocks have another number of chunks, or L is not a multiple of the number
             of places.
     """
+    # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
     return _reordered(blocks, placement, np.ravel(placement))
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns the inverse of `to_placement`."""
+    """Returns blocks [v, L / v, ...] in the order of the model. `blocks` are in the order that a
+    schedule with this placement needs: this is the inverse of `to_placement`."""
+    # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
     return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
@@ -214,8 +221,8 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the auxiliary values of this stage's chunks, from the values in `Aux.stages`:
-    `[vP, ...] -> [v, ...]` each.
+    """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
+    has the values of all chunks, as in `Aux.stages`.
 
     It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. On one
     device with `unpipelined`, pass the axis `()` and a placement of one stage: then all chunks are
@@ -230,7 +237,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     if placement.shape[1] != axis.size():
         raise ValueError(
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
-            f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
+            f"{axis.names!r} has {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
     # The device's own index picks its column of the placement: the places of its chunks, [v].
     local_places = jnp.asarray(placement)[:, axis.index()]
@@ -252,7 +259,8 @@ def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
     """Returns the form, for `Checkpoints`, that stores blocks of [v, L / v, ...] in a state's model
-    as [L, ...].
+    as [L, ...]. It is a pair of functions of a state: one to run before the state is written, and
+    one to run after it is read.
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
     pipeline, can read them. The optimizer's arrays for the blocks are stored in the same way. Such
@@ -285,7 +293,8 @@ def stored(
         """
 
         def converted(state):
-            """Returns the state with the blocks, and the optimizer's arrays for them, changed."""
+            """Returns the state with `change` applied to the blocks, and to the optimizer's arrays
+            for them."""
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
@@ -295,8 +304,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, changed if it is an array of the blocks, or the
-                optimizer's for one."""
+                """Returns a leaf of the state, with `change` applied if it is an array of the
+                blocks, or the optimizer's array for one."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

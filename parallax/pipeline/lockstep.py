@@ -4,14 +4,22 @@ the ticks, without a conditional.
 If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
 ring of `ppermute` inside a stage is allowed: all devices run it.
 
-A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
+F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
+split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
+of work within a tick: "forward" (F), "head", "backward" (B or I), "weight" (W). A stretch is a
 period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
 
-`jobs.send.part` turns an array into a message, and `jobs.send.whole` turns the message into the
-array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived`
-has the messages of this stage. A `row` has the jobs and slots of one tick; `table` and `ticks` have
-the rows of many. `jobs.moving` are the floating-point leaves of an activation, which have a
-cotangent. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, such as that of microbatch 3,
+or -1, and the other fields have slots, the places in a buffer where arrays wait for a later tick.
+All stages run the head and the embedding together: `row.jobs["head"]` is one microbatch. `table`
+and `ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the next:
+`carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients. `jobs`
+runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
+
+`jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
+message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
+`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import functools
@@ -60,7 +68,8 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
-    # Each pair is a function, and the lane in whose ticks it runs.
+    # Each pair is a function, and the lane in whose ticks it runs. The head comes before the
+    # backward lane: B at the last place may use the head's cotangent in the same tick.
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -80,7 +89,7 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the head on this tick's output of F, and stores the output's cotangent in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
-    # All stages write, into the slot of the last stage, `[-1]`; only that stage reads it.
+    # All stages write into the last stage's slot number, `[-1]`; only the last stage reads it.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
@@ -91,7 +100,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
-    # All stages run it, since embed may have collectives; elsewhere its cotangent is 0.
+    # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
+    # is 0 except at the first place.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
@@ -107,7 +117,7 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
     """Returns the cotangent that B begins with: at the last place of the model the head's, else the
-    cotangent that arrived."""
+    cotangent that arrived from the stage after."""
     # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -116,14 +126,14 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, and returns the sums. A pattern of stretches
-    that repeats is one loop."""
+    """Runs these lanes in all ticks of the schedule, and returns the sums. If a pattern of
+    stretches repeats, its repeats are one loop."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # Every tick with F runs the embedding, and every tick with B its backward pass. In a tick
-    # without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
-    # `stretches` reads the -1, so it is called first.
+    # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. In
+    # a tick without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
+    # `stretches`, called above, needs the -1, so they are replaced only here.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
@@ -152,7 +162,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    """Returns the rows of the ticks `start` to `stop` - 1."""
+    """Returns the rows of the ticks from `start` to `stop` - 1, both included."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
@@ -165,8 +175,9 @@ def _by_repeat(repeats: int, column: Array) -> Array:
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
-    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. A
-    stretch is the names of its lanes and its number of ticks; `ticks` has the rows of them all."""
+    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
+    stretch of `pattern` is (the names of its lanes, its number of ticks). `lanes` has the pairs of
+    a lane's name and its function, and `ticks` the rows of all ticks of the pattern."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -186,7 +197,8 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Runs the lanes of one tick, and returns `(carry, None)`, as a body of `lax.scan`."""
+    """Runs the functions of one tick's lanes, `running`, in their order, and returns
+    `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
@@ -207,8 +219,9 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Yields the stretches in order, as (repeats, pattern): a pattern that repeats becomes one
-    loop, so that the program does not grow with the number of microbatches."""
+    """Yields the stretches in order, as (repeats, pattern): the stretches a, b, c, b, c are
+    (1, [a]) and (2, [b, c]). A pattern that repeats becomes one loop, so that the program does not
+    grow with the number of microbatches."""
     begin = 0
     while begin < len(stretches):
         # A pattern that repeats is at most half of the stretches that are left.
@@ -225,8 +238,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row the `period` stretches that start at `begin` occur there, at
-    least 1."""
+    """Returns how many times in a row, at least 1, the pattern of `period` stretches that starts at
+    `begin` occurs from there on."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

@@ -100,8 +100,8 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, the head's plus the stages' own terms, or `(loss, aux)` if there are auxiliary
-    values.
+    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is that of the head
+    plus the stages' own terms.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:

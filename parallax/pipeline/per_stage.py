@@ -1,17 +1,25 @@
 """The executor in which each stage runs only its own job in a tick, or none. It is one loop over
 the ticks, without a conditional.
 
-A job is a loop of one iteration, or of none on a stage without this job in the tick. All devices
-run the embedding and the head together, since these may communicate over the stages. In a tick the
-embedding runs before the jobs, and the head after them. Messages are exchanged in every tick, and
-wait in slots until the jobs that need them.
+A job is a loop of one iteration, or of none on a stage without this job in the tick. The jobs are F
+(the forward pass of a chunk of layers for one microbatch), I (the cotangent of its input x) and W
+(the gradients of its weights). All devices run the embedding and the head together, since these may
+communicate over the stages. A part is a step of a tick. The parts run in this order: embed, then
+forward (F), backward (I) or weight (W), then exchange, head, embed_backward. The exchange sends
+messages in every tick, and they wait in slots until the jobs that need them. A slot is a numbered
+place in a buffer.
 
-A part is a step of a tick: embed, the job (F forward, I input's cotangent, or W weights'
-gradients), exchange, head, embed_backward. `jobs.send.part` turns an array into a message, and
-`jobs.send.whole` turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to
-the stage d after this one. `carry.arrived` has the messages of this stage. A `row` has the jobs and
-slots of one tick, and `table` has all rows. `jobs.moving` are the floating-point leaves of
-`jobs.x`, an activation of zeros. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+A row has the numbers of one tick: `row.jobs["forward"][stage]` is a job, such as that of microbatch
+3, or -1, and the other fields have slots. Embed, head and embed_backward have one microbatch for
+all stages, such as `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values
+that a part leaves for the next: `carry.arrived` the messages of this stage, `carry.sums` the sums
+of losses and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns
+F's output and the new carry. `jobs.index` is the number of this stage.
+
+`jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
+message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
+`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
 """
 
 import functools
@@ -59,7 +67,7 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
-    table, schedule = rows(jobs.schedule), jobs.schedule
+    table, schedule = rows(jobs.schedule), jobs.schedule  # the `Row` of all ticks
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
         parts |= {"backward": backward, "weight": Jobs.weight}
@@ -101,7 +109,7 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs F: at the first place of the model on the embedding's output, elsewhere on an activation
-    that arrived. Keeps the output to send."""
+    that arrived. Keeps the output as `sent`, the message of this tick."""
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -110,7 +118,7 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs I, which computes the cotangent of x, on a cotangent that arrived from a stage or from
-    the head. Keeps the cotangent of x to send."""
+    the head. Keeps the cotangent of x as `sent`, the message of this tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
@@ -122,8 +130,10 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends this tick's message over each distance that occurs in the schedule, and writes the
-    messages that arrive into slots. A message that this stage does not need goes into a slot that
-    is never read: all devices must send and receive at once.
+    messages that arrive into slots.
+
+    All devices must send and receive at once, so a stage also gets messages that it does not need.
+    These go into a slot that is never read.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
@@ -140,8 +150,9 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the head on the output of the model's last place, and stores the output's cotangent in a
     slot.
 
-    The last place may be on another stage than the last, as in a V. The head counts on the last
-    stage of the axis, so the output moves there, and the cotangent moves back.
+    The last place of the model may be on another stage than the last, as in a placement in the
+    shape of a V. The head counts on the last stage of the axis, so the output moves there, and the
+    cotangent moves back.
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
@@ -153,8 +164,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
-    the first place, so its message is the cotangent of the embedding's output; the other stages
-    take 0."""
+    the first place, so the message of stage 0 is the cotangent of the embedding's output. The other
+    stages use a cotangent of 0."""
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -163,16 +174,18 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, for a part that runs only if it has a microbatch.
 
-    The condition holds whenever the part runs. Without it the part's collectives would not depend
-    on the part's loop (`_if_runs`), and XLA would run them before the loop, in all ticks.
+    `microbatch` is the part's, or -1 in a tick without one, so the condition holds whenever the
+    part runs. Without the condition the part's collectives would not depend on the part's loop
+    (`_if_runs`), and XLA would run them before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
 
 def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """Returns a stage's own job `part` as a traced function; raises `ValueError` if the job has a
-    collective that a stage cannot run alone."""
-    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))  # for its types
+    """Returns `part`, a job that each stage runs alone, as a traced function. Raises `ValueError`
+    if the job has a collective that a stage cannot run alone. `name` is the job's lane."""
+    # In a trace only types matter, so the row of the first tick stands for all rows.
+    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
     # The row is typed as varying: `_if_runs` adds a loop index whose type varies over the stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
@@ -181,7 +194,8 @@ def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
 
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
-    """Returns the carry after a part if it runs in this tick, as a loop of one iteration or none.
+    """Returns the carry after a part if the part runs in this tick, else the carry as it was. The
+    part is a loop of one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop's name, from `counted_scope`, says in how many of the ticks the part
@@ -195,8 +209,9 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
-        # The loop index, always 0, is added to the row. Otherwise XLA would compute before the loop
-        # all that does not depend on the loop, even if no iteration runs.
+        # The loop index, always 0, is added to the row, so that the part depends on the loop.
+        # Otherwise XLA would compute before the loop what does not depend on it, even if no
+        # iteration runs.
         return part(jobs, carry, jax.tree.map(lambda numbers: numbers + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
@@ -213,8 +228,8 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `name` is
-    the job's description for the error.
+    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `jaxpr` is
+    the job's program, and `name` its description for the error; `axis` is the axis of the stages.
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
@@ -229,7 +244,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
             f"{axes} ({line})"
         )
         cure = "use a schedule that runs in lockstep, such as schedule.one_f_one_b_lockstep"
-        # The stages of this job would wait forever for those that run another job.
+        # The stages that run this job would wait forever for the stages that run another job.
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. Stages that run another job would never join "
@@ -243,9 +258,9 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
-    """Yields the collectives over more than one device in a jaxpr, each with the line of the user's
-    code. If `jaxpr` is inside a collective of the library, `line` is the collective's line, else
-    ""."""
+    """Yields the collectives over more than one device in a jaxpr, each as (equation, line of the
+    user's code). If `jaxpr` is the algorithm of one of the library's collectives, `line` is the
+    line of that collective, else ""."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm

@@ -4,9 +4,21 @@ arguments.
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
 split over the stages, ends all others. `moving` are the floating-point leaves of an activation,
-which have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by
-the number of their microbatch. A job's task says which microbatch and chunk it runs, and `aux` is a
-tree of values to log. An array varies along a mesh axis if its type says that it may differ there.
+which have a cotangent, and `still` its other leaves. `aux` is a tree of values to log.
+
+A job runs one chunk of layers for one microbatch. Its number in the schedule's table is
+microbatch * v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has
+both numbers, the chunk's place in the model (`position`), and whether there is a job (`valid`).
+`Trained` has the arrays with respect to which a stage is differentiated: `blocks`, of one chunk,
+and `ends`. `Given` has the stage's other arguments. `Parameters` has all parameters in four trees:
+`blocks` and `ends`, which are trained, and `fixed_blocks` and `fixed`; `joined()` is the user's
+tree.
+
+`trace(f, *arguments)` is `f` as a program: its `out` are the types of the results, and its `used` a
+tree like the arguments, with True for each array that the results depend on. An array varies along
+a mesh axis if its type says that it may differ there: `varying(x, names)` is `x` typed so, and
+`match_varying(x, like)` gives it the axes of `like`. Taps (`parallax.recording`) record values by
+the number of their microbatch, `recording.job(microbatch, valid)`.
 """
 
 import functools
@@ -160,8 +172,8 @@ class Programs:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.send, self.scatter = send, scatter
-        # Typed as varying over the stages; otherwise JAX would sum the gradients of parameters that
-        # are the same on all stages over the stages in each microbatch.
+        # All parameters are typed as varying over the stages. Otherwise JAX would sum over the
+        # stages the gradients of parameters that all stages have, in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
         # A microbatch is a slice of dim 0, so a tick can take one by its number.
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
@@ -171,6 +183,7 @@ class Programs:
         self.deferred: list[Any] = []
         self.differentiates, self.in_halves = save is not None, in_halves
         self.programs: dict[str, Traced] = {}
+        # Each trace needs the types that the one before it finds, such as those of `x`.
         self._trace_embed()
         self._trace_stage()
         self._trace_head()
@@ -189,10 +202,11 @@ class Programs:
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns the arguments of F, B, I and W that need no message and no slot: the arrays to
-        differentiate, and the rest."""
+        """Returns the arguments of a task's F, B, I and W that need no message and no slot: the
+        arrays with respect to which the stage is differentiated, and the rest."""
         params = self._of_chunk(task.chunk)
-        # `_read_by_stage` is a tree like the ends: whether the stage reads each.
+        # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
+        # does not read gets no gradient here.
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
@@ -200,7 +214,8 @@ class Programs:
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """Returns the head's arguments after `x`: the rows of a microbatch, and its number for
         taps."""
-        # The number is -1 on a stage whose loss does not count, so it may differ between stages.
+        # The number for taps is -1 on a stage whose loss does not count, so it may differ between
+        # the stages, and is typed so.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -216,7 +231,7 @@ class Programs:
 
         def chunk_of(w):
             """Returns one chunk of an array of the blocks: `[v, ...] -> [...]`."""
-            # The only chunk needs no index from the table.
+            # With one chunk the index is known, so the program needs no traced index.
             if self.schedule.chunks == 1:
                 return w[0]
             return lax.dynamic_index_in_dim(w, chunk, keepdims=False)
@@ -225,9 +240,10 @@ class Programs:
         return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
 
     def shared_out(self, value: Array) -> bool:
-        """Returns whether all stages compute the head's value together, so that it is the same on
-        all; otherwise only the value of the last stage counts. Raises `ValueError` if the value is
-        the same along only some of the stages' axes."""
+        """Returns whether a value of the head, its loss or an auxiliary value, is the same on all
+        stages by its type: then they computed it together. Otherwise only the value of the last
+        stage counts. Raises `ValueError` if the value is the same along only some of the stages'
+        axes."""
         # The stages' axes along which the value may differ.
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and not varies_along(value, self.axis):
@@ -241,13 +257,14 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """Returns a function of the user, traced; its first argument is the `Parameters`. Refuses a
-        function that reads parameters that would then have no gradient."""
+        """Returns a function of the user as a program; its first argument is the `Parameters`.
+        `name` is "embed", "stage" or "head". Refuses a function that reads a trained parameter by
+        closure, and an embed or a head that reads blocks: these would have no gradient."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
         # Each stage has blocks of its own, so embed and head, which run on all stages, must not
-        # read any. `used` says of each array whether the results depend on it.
+        # read any. `used[0]` says of each array of the parameters whether the results depend on it.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -292,8 +309,8 @@ class Programs:
             checks.same_form(self._stage.out.x, x)
             return self._stage.out.x
 
-        # The stage may return an activation that varies over more axes than it takes. A stage takes
-        # its own output, so trace again until both types are equal.
+        # The stage may return an activation that varies over more axes than its input. The output
+        # is the next stage's input, so the stage is traced again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
@@ -312,8 +329,8 @@ class Programs:
         self.counts: Counts = self.last  # unless the stages share the head, see below
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # A loss that is the same on all stages was computed by the stages together, so it counts on
-        # all. `out[0]` is the loss's type.
+        # If the loss is the same on all stages, they computed it together, and it counts on all.
+        # `out[0]` is the type of the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         checks.head(self._head, self.axis)
@@ -323,13 +340,13 @@ class Programs:
     ) -> tuple[PyTree, PyTree]:
         """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`.
         Only the first pair is differentiated, with respect to `trained` and `x`."""
-        # `trained.ends` lacks the ends that the stage does not read; `given` has all ends. The
-        # first of two in `combine` wins.
+        # `trained.ends` has None for the ends that the stage does not read; they come from `given`.
+        # `combine` takes each leaf from its first argument, or if that is None from the second.
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.microbatch, given.position, given.number)
         moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
-        # Each stage has its own term of the loss, so the term is typed as varying, also if it is a
+        # Each stage has its own term of the loss, so the term is typed as varying, even if it is a
         # constant.
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
@@ -354,8 +371,8 @@ class Programs:
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
-        # `out` has the types of (moving, loss). The cotangent of the stage's own term of the loss
-        # is 1: the loss is the sum of all terms.
+        # `out` has the types of (moving, loss): the output's floating-point leaves, and the stage's
+        # own term of the loss. That term's cotangent is 1, since the loss is the sum of all terms.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
         self.programs["backward"] = both
@@ -365,7 +382,7 @@ class Programs:
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
         # The first half, I, returns the cotangents of x, `count` arrays, and then the arrays that W
-        # needs. `used`, the third field of `Traced`, is not read of the halves.
+        # needs. Nobody reads the third field of these `Traced`, `used`, so it stays that of B.
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
         self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
         self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)

@@ -2,10 +2,12 @@
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
-model. A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a
-stage. A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by
-the stage `target`. The lane of a message is that of the job that uses the message, or "head" for
-the head's cotangent.
+model. A lane is a kind of job: "forward" (F), "backward" (B or I), "weight" (W). Arrays wait in
+numbered slots of a stage: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
+`target`. The lane of a message is that of the job that uses the message, or "head" for the head's
+cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes` the
+tables by lane, [ticks, stages], of jobs: microbatch * v + chunk, or -1 for none.
 """
 
 import operator
@@ -46,8 +48,8 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """Returns the schedule's tables by tick, with the slots and with the microbatches of `embed`,
-    `head` and `embed_backward`."""
+    """Returns the `Row` of all ticks: the schedule's jobs, the slots that they write and read, the
+    slots of the messages, and the microbatches of `embed`, `head` and `embed_backward`."""
     P, v = schedule.stages, schedule.chunks
     # A stage also receives messages that no job needs, and writes them to one more slot, the last,
     # which nothing reads.
@@ -59,7 +61,7 @@ def rows(schedule: Schedule) -> Row:
         is_of_head = message.lane == "head"
         table = from_head if is_of_head else arriving[(message.target - message.source) % P]
         table[message.sent, message.target] = slot
-        # The head's cotangent is used by a backward job.
+        # A message is read by a job of its lane. A backward job reads the head's cotangent.
         lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
     # (chunk, stage) of the first and of the last place of the model.
@@ -74,7 +76,7 @@ def rows(schedule: Schedule) -> Row:
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
     def clipped(slots):
-        # An idle stage, whose slot is -1, reads slot 0, and its result is masked.
+        # An idle stage has the slot -1. It reads slot 0 instead, and its result is masked.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
     together = {
@@ -100,8 +102,8 @@ def forward_alone(row: Row) -> Row:
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances of the schedule's messages in ascending order, in stages around the
-    ring of P. The distance is 0 if a message stays on its stage. The head's cotangents do not
-    count."""
+    """Returns the distances over which the schedule sends messages, each once, in ascending order.
+    A distance is a number of stages, counted forward around the ring of P stages. It is 0 for a
+    message that stays on its stage. The head's cotangents do not count."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

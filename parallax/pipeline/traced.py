@@ -3,10 +3,11 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
-that names the parameter. `operands(x)` are the values from which JAX computed a traced value `x`,
-as far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
-there. From `Following`: `run` follows facts through a program, and `met` joins the facts of all
-operands.
+that names the parameter. A program is a jaxpr with its constants, and `opened(program)` the jaxpr
+without their values. `operands(x)` are the values from which JAX computed a traced value `x`, as
+far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
+there. From `Following`: `run` follows facts about values through a program, and `met` joins the
+facts of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +58,7 @@ class Traced(NamedTuple):
     def __call__(self, *arguments: PyTree) -> Any:
         """Returns the results. The arguments must have the structure and types with which the
         function was traced."""
-        # The other leaves are constants of the program.
+        # The leaves that are not arrays are constants of the program.
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A result that is a constant may be a NumPy array.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
@@ -73,15 +74,17 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
-    # The inputs of the opened jaxpr are first the constants, and then the arrays of the arguments.
+    # For each array among the arguments, whether the results depend on it. The inputs of the opened
+    # jaxpr are first the constants, and then the arrays of the arguments.
     leaves, structure = jax.tree.flatten(arrays)
     used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
     return Traced(program, out, jax.tree.unflatten(structure, used))
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` with varying axes added to its type until `f(x)` varies over no other axes. A
-    loop whose carry begins as `x` and becomes `f(x)` needs this, since its type must not change."""
+    """Returns `x`, with varying axes added to its type until `f(x)` varies along no axis along
+    which `x` does not. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the
+    type of a carry must not change."""
     # Only the types of `f(x)` count, and `f` may return `ShapeDtypeStruct`s, so zeros, which keep
     # the types, stand for its values. Each round adds at least one varying axis to an array, and
     # the mesh has few, so this ends.
@@ -107,8 +110,8 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     """Refuses with `Misused` a function that reads by closure a trained parameter, or a value
     computed from one.
 
-    `outside` are the constants of the function's program, and `params` the trees of trained
-    parameters.
+    `name` is the function's name, for the error. `outside` are the constants of its program: the
+    arrays that it reads by closure. `params` are the trees of trained parameters.
     """
     # A parameter's name by the id of its array. A pipeline casts its parameters to varying. A
     # function may close over the array from before the cast, so that array gets the same name.
@@ -135,7 +138,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, then the value that it was cast or gathered from, and so on."""
+    """Yields a parameter, then the value from which it was cast or gathered, and so on back."""
     yield leaf
     # A value that was computed from one operand counts as that operand in another form.
     while len(before := operands(leaf)) == 1:
@@ -162,7 +165,8 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
     """Refuses with `Misused` a function, embed or head, whose results depend on the blocks.
 
-    `used` is a tree like the blocks: True for each leaf that the function's results depend on.
+    `name` is the function's name. `used` is a tree like the blocks: True for each leaf that the
+    function's results depend on. `axis_name` is the axis of the stages.
     """
     for path, read in jax.tree.leaves_with_path(used):
         if read:

@@ -1,7 +1,7 @@
 """The arrays of a traced program, as a compiler treats them.
 
 A value is either *held* in a buffer, or *fused*: each operation that reads the value computes it
-anew. An `aval` is JAX's type of an array.
+again. An `aval` is JAX's type of an array.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Walks once through a traced program. Counts its arithmetic, its messages and the bytes that it
 moves, and lists the operations that `liveness` lays out in memory.
 
-A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
+A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it again from
 `reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
 message or a loop needs it as an array. An expensive value with several readers is held at once. The
 `root` of a value is the value with the same numbers before reshapes. `near` are the buffers that
@@ -133,7 +133,7 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns the first result of an equation, which each reader computes anew. It reads the
+        """Returns the first result of an equation, which each reader computes again. It reads the
         buffers of its operands; a slice reads at most its own size of each."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
@@ -216,7 +216,7 @@ class Reading:
         """Returns the results of an equation. If the frame has computed an equal equation of the
         same operands before, these are its results: XLA computes equal equations only once.
 
-        Three kinds are always computed anew: equations with an inner program or an effect,
+        Three kinds are always computed again: equations with an inner program or an effect,
         barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.

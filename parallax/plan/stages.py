@@ -43,8 +43,8 @@ class StageWork(NamedTuple):
     head: int
 
     def costs(self, chunks: int = 1) -> tuple[int, int, int]:
-        """Returns the operations of F, I and W in a stage of `chunks` chunks, which
-        `Schedule.makespan` takes as their times."""
+        """Returns the number of operations of F, of I and of W in a stage of `chunks` chunks.
+        `Schedule.makespan` takes these numbers as the times of the jobs."""
         return self.forward * chunks, self.backward * chunks, self.weight * chunks
 
 

@@ -7,9 +7,10 @@ compiled, and the devices need not exist.
 The program is walked once. The operations of products and the bytes of messages equal those of the
 compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
 result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program, and a `Buffer` its memory; its `root` is the value before reshapes. A `Message` is one kind
-of collective: its kind, axes, bytes of its result, and source line. A `Reading` walks the program:
-`emit` adds an operation, `hold` gives a value its buffer, and its fields sum up what it has read.
+program; its `root` is the value before reshapes. A `Buffer` is the memory of a `Value`. A `Message`
+stands for all calls of one kind of collective with the same axes, result bytes and source line. A
+`Reading` walks the program: `emit` adds an operation, `hold` gives a value its buffer, and the
+fields sum up the operations and messages so far.
 """
 
 from collections import Counter

@@ -352,9 +352,11 @@ class _Step:
 
     def between_stages(self) -> Iterator[Term]:
         """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
-        the gradients of parameters that all stages share. With `sequence` a tensor device has, for
-        parameters that are not split over `tensor`, only the gradients from its own tokens. The
-        sums of these gradients over `tensor` are yielded too.
+        the gradients of parameters that all stages share.
+
+        With `sequence`, each device along `tensor` has only its own tokens. So its gradients of
+        parameters that are not split over `tensor` are only terms of a sum over `tensor`. The
+        messages of these sums are yielded too.
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.

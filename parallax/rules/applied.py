@@ -196,7 +196,8 @@ def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
     """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
-    around that rule, and what each of these did."""
+    around that rule, and what each of these did. `wrappers` are these `fsdp`s, the innermost
+    first."""
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it

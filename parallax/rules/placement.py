@@ -148,7 +148,7 @@ def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
     """Yields an error for each dim that the rule itself splits over an axis of the batch, unless
-    the leaf is an expert's."""
+    the leaf belongs to experts."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module of this package at its first use."""
+    """Returns the module `name` of this package, and imports it at its first use."""
     if name in __all__:
         return import_module(f"parallax.run.{name}")
     raise AttributeError(f"module 'parallax.run' has no attribute {name!r}")

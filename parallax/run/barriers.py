@@ -1,5 +1,5 @@
-"""Work in stages that succeed on all processes or count as failed on all. After each stage every
-process learns whether all succeeded, and if not, whether all try again.
+"""Work in stages: a stage succeeds on all processes, or counts as failed on all. After each stage
+every process learns whether the stage succeeded, and if not, whether all processes try it again.
 
 Processes meet at barriers of JAX's coordination service, not in a collective. So stages may run in
 the background, no device waits, and a stage may take as long as it needs.
@@ -13,9 +13,10 @@ from collections.abc import Callable
 import jax
 
 LONG = 86_400.0  # seconds that one process may work while the others wait for it
-SOON = 30.0  # seconds to wait at the barriers after a stage, to which all processes come at once
+SOON = 30.0  # seconds to wait at the barriers after a stage; all processes come to these at once
 
-# Errors of the storage that may go away by themselves. A mistake in a program causes none of them.
+# Error numbers of storage and network faults that may go away by themselves. A mistake in a program
+# causes none of them.
 TRANSIENT = {
     *(
         errno.EIO,
@@ -68,7 +69,8 @@ class Stages:
         meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a stage that failed, whether the errors of all processes are transient.
+        again: after a stage that failed, whether all processes may try again, because the errors of
+            all processes are `transient`.
     """
 
     def __init__(self, name: str, meet: Meet):
@@ -84,7 +86,7 @@ class Stages:
         its error is not transient, it does not come to the barrier "again" either.
 
         Args:
-            error: the error of this process in the stage, or None; it is raised.
+            error: the error of this process in the stage, which `end` raises; or None.
 
         Raises:
             Elsewhere: this process succeeded, and another one failed.
@@ -100,15 +102,18 @@ class Stages:
             raise
         if error is None and self._met("well", SOON):
             return
-        # The others know of the failure now. `failed`, which the caller calls with the error, would
-        # otherwise end the stage with it, to tell them.
+        # The other processes know of the failure now. The caller passes the error to `failed`, and
+        # `_over` tells `failed` that it need not tell them again.
         self._over = True
         # Longer than SOON: the processes that succeeded come here only after their wait at "well".
         self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
-        """Runs a stage in which only the first process works. The errors are those of `end`."""
+        """Runs `work` on the first process as one stage, and waits for it on the other processes.
+        If `work` raises an error, the first process raises this error, and the others raise
+        `Elsewhere`.
+        """
         error = None
         if jax.process_index() == 0:
             try:
@@ -118,7 +123,7 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Returns whether to try again after `error`, an error of this process's work or of `end`.
+        """Returns whether to try again after `error`, which this process's work or `end` raised.
         All processes get the same answer.
         """
         if not self._over:  # no stage failed in `end`, so the work did: `end` tells the others
@@ -148,13 +153,14 @@ def _is_late(error: BaseException) -> bool:
 
 def transient(error: BaseException | None) -> bool:
     """Returns whether an error, or an error in its chain of causes, may go away by itself: an error
-    number of `TRANSIENT`, a barrier's deadline, or a file that TensorStore misses.
+    number of `TRANSIENT`, a barrier's deadline, or a file that is missing for TensorStore, the
+    library with which Orbax writes arrays.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
-        # Threads of Orbax may still write for a try that failed while its folder is removed. Then
-        # TensorStore misses a file that the next try has just written.
+        # After a try has failed, its folder is removed while threads of Orbax may still write. Then
+        # TensorStore may not find a file that the next try has just written.
         missing = isinstance(error, ValueError) and str(error).startswith("NOT_FOUND")
         if number in TRANSIENT or missing or _is_late(error):
             return True

@@ -41,7 +41,7 @@ from parallax.trees import DiskForm
 
 NONE = -1  # in place of a step that the first process sends to the others: no checkpoint
 TOLD = 1000  # bytes of an error that one process sends to the others
-_made = itertools.count()  # numbers the `Checkpoints` that are made, alike on all processes
+_made = itertools.count()  # numbers the `Checkpoints` objects, in one order on all processes
 
 
 class Refused(ValueError):
@@ -55,7 +55,8 @@ class Restored(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        state: the state, with the tree, shapes, dtypes and shardings of `like`.
+        state: the state, with the tree, shapes, dtypes and shardings of `like`, the argument of
+            `Checkpoints.restore`.
         note: the JSON values that were saved with it.
         refused: the reason why each newer checkpoint was not restored, by step.
     """
@@ -93,8 +94,8 @@ class Checkpoints:
             unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
             chunks.
         finite: a function from the path of an array to whether the array must be finite. By default
-            all arrays must be. Return False, for example, for a mask of -inf, or for an optimizer's
-            best value that begins at inf.
+            every array must be finite. Return False, for example, for a mask of -inf, or for an
+            optimizer's best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). The first pause is 1 s, and each further one is
             twice as long, while the run goes on; 8 tries take two minutes. With 2 tries or
@@ -178,7 +179,8 @@ class Checkpoints:
         """Returns whether a save should begin after `step`, so that a kill never loses more than
         `lose_at_most` steps.
         """
-        # Half of it: a kill just before a save ends also loses the steps since the save before.
+        # Half of `lose_at_most`, because a save may still run when the job is killed. The steps
+        # since the previous save are then lost, too.
         return step % (self.lose_at_most // 2) == 0
 
     def save(
@@ -196,9 +198,9 @@ class Checkpoints:
         next `save`, `check` or `wait`.
 
         Args:
-            state: the state. Its arrays (at least one of a size above zero), random keys and plain
-                numbers are stored. Other leaves, such as functions, are not stored; `restore` takes
-                them from its argument `like`.
+            state: the state. Its arrays, random keys and plain numbers are stored; at least one
+                array must not be empty. Other leaves, such as functions, are not stored; `restore`
+                takes them from its argument `like`.
             note: JSON values that `restore` returns with the state, such as counts of the loop.
             evaluated: the loss of this state on held-out data, if it was measured. The newest
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
@@ -210,7 +212,7 @@ class Checkpoints:
                 folder and the newest good checkpoint.
         """
         self.wait()
-        # By path; in the form that all layouts share, if the run has a `form`.
+        # Both are dicts by path. If the run has a `form`, the state is first converted to it.
         arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
         # The devices search for nan and inf while Orbax begins to write; `not_finite()` waits.
         not_finite = self._lost(arrays)
@@ -220,6 +222,7 @@ class Checkpoints:
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
+        # As Orbax stores the arrays: random keys as integers.
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         empty = stored.empty(plain)  # arrays of size zero, which Orbax does not store
         self._writer.write(
@@ -274,8 +277,9 @@ class Checkpoints:
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
-            before: if there is a checkpoint of an earlier step than this one, pass over this step
-                and later ones. They are removed while the run goes on from the earlier step.
+            before: pass over the checkpoints of this step and later ones, if there is a checkpoint
+                of an earlier step. The later ones are removed as the run goes on from the earlier
+                one.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
@@ -300,6 +304,7 @@ class Checkpoints:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:
                 return None
+            # `files`: the size and the hash of each file, by name.
             record, files = records.read(self._path(step))
             try:
                 if why := self._wrong(step, files):
@@ -334,11 +339,12 @@ class Checkpoints:
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """Returns the first fault in the files of a checkpoint, or None, alike on all processes.
-        Each process hashes its share of the files.
+        """Returns an error for the first fault in the files of a checkpoint, or None if they are
+        good. Each process hashes its share of the files, and all get the same result. `files` has
+        the size and the hash of each file, by name.
         """
-        # Sorted by size, so that the shares have about equally many bytes. `fault` is a text, to be
-        # sent: the kind of error and its message, or "".
+        # Sorted by size, so that the shares have about equally many bytes. `fault` is a text, so
+        # that it can be sent: the kind of error and its message, or "".
         by_size, fault = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -399,7 +405,8 @@ class Checkpoints:
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
-        """Returns the state of a checkpoint, with the tree and the shardings of `like`.
+        """Returns the state of a checkpoint, with the tree and the shardings of `like`. `record` is
+        the record in the checkpoint's manifest.
 
         Raises:
             ValueError: the record has other arrays than `like`.

@@ -52,8 +52,9 @@ class Differs(NamedTuple):
         process: the process that the device belongs to.
         alike: the number of devices with the same bits as this one, itself included.
         copies: the number of devices that should all hold the same bits.
-        outvoted: whether other bits are on more devices than any other version, and so probably
-            right. If not, it is not known which version is right, and all devices are named.
+        outvoted: whether the most common version of the bits is on more devices than any other
+            version. Then it is probably right, and this copy is wrong. If not, two versions are
+            equally common: it is not known which is right, and all devices are named.
     """
 
     leaf: str
@@ -69,7 +70,7 @@ class Differs(NamedTuple):
             f"device {self.device} (process {self.process}) holds other bits of "
             f"{self.leaf} than {self.copies - self.alike}"
         )
-        # Without a majority the message says that it is not known which bits are right.
+        # If two versions are equally common, it is not known which one is right.
         doubt = (
             ""
             if self.outvoted
@@ -79,8 +80,8 @@ class Differs(NamedTuple):
 
 
 class CopiesDiffer(RuntimeError):
-    """Copies that should be the same differ. The message is one line, with the step, the leaf and
-    the device.
+    """Raised if copies that should be the same differ. The message is one line, with the step, the
+    leaf and the device.
 
     Attributes:
         step: the step after which the copies were compared.
@@ -127,7 +128,8 @@ def differing(tree: PyTree) -> list[Differs]:
 
 def uncompared(tree: PyTree) -> list[str]:
     """Returns the paths of the arrays (or of the shapes with shardings) that have only one copy,
-    and so cannot be compared. The errors are those of `differing`.
+    and so cannot be compared. Raises `ValueError` if there are no arrays, or if they are not all on
+    one mesh.
     """
     placed = _placed(tree)
 
@@ -143,7 +145,8 @@ def uncompared(tree: PyTree) -> list[str]:
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
     """Returns the program that `differing` runs for these arrays, or for shapes with shardings, so
-    that you can read the program. The errors are those of `differing`.
+    that you can read the program. Raises `ValueError` if there are no arrays, or if they are not
+    all on one mesh.
     """
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
@@ -152,8 +155,8 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
 def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
-    """Returns whether the copies of each array of `tree` along `axis` are the same, and the words
-    of all copies. Call it inside `mesh.spmd`.
+    """Returns two results: whether the copies of each array of `tree` along `axis` are the same,
+    and the checksums of all copies, of two words each. Call it inside `mesh.spmd`.
 
     The call costs one gather of 8 bytes per leaf. Both results are the same on all devices of
     `axis`.
@@ -161,8 +164,8 @@ def compared(
     Args:
         tree: local blocks.
         specs: the spec of each array, in a tree like `tree`.
-        axis: all axes along which to compare, as names or with a collective algorithm; for a whole
-            mesh, `mesh.axis_names`.
+        axis: all axes along which to compare: names, or names with a collective algorithm, such as
+            `ring("data")`. For a whole mesh, pass its `axis_names`.
 
     Raises:
         ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
@@ -195,8 +198,8 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether all words equal those of the first device along the dims `along`, which are
-    the mesh axes along which the leaves are copies.
+    """Returns whether all checksums equal those of the first device along the dims `along`. These
+    dims are the mesh axes along which the leaves are copies.
     """
     first = words
     for dim in along:
@@ -213,9 +216,9 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
     Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
     Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
-    changes always changes it. In the second word the places weigh the numbers, as in Fletcher's
-    checksum. So changes that cancel in the first sum hardly ever cancel in the second. Integer sums
-    do not depend on the order.
+    changes always changes it. In the second word each mixed number has a weight that depends on its
+    place, as in Fletcher's checksum. So changes that cancel in the first sum hardly ever cancel in
+    the second. Sums of integers do not depend on the order in which they are added.
 
     The function reads `x` once on each device, with a few integer operations and no extra memory.
     """
@@ -227,7 +230,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     ]
     # The place of each number in row-major order, modulo 2^32.
     place = sum(index_times_stride, jnp.zeros(bits.shape, jnp.uint32))
-    # 2^32 over the golden ratio: the products of neighbouring places differ in many bits.
+    # The factor is 2^32 over the golden ratio: its products with neighbouring places differ in many
+    # bits.
     mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))
     # Odd weights have inverses modulo 2^32, so each change of a number also changes this sum.
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
@@ -258,8 +262,8 @@ def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the bits of each number in a word of 32 bits. The words of a number of more bits, or
-    of a complex number, stand in a new last dim.
+    """Returns the bits of each number in a word of 32 bits. A complex number, or a number of more
+    than 32 bits, has several words, in new last dims.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
@@ -276,7 +280,7 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Around the map
+# The arrays to compare, the program that compares them, and the copies that differ
 
 
 class _Placed(NamedTuple):
@@ -289,7 +293,9 @@ class _Placed(NamedTuple):
 
 
 def _placed(tree: PyTree) -> _Placed:
-    """Returns the arrays of a tree, checked to be on one mesh."""
+    """Returns the arrays of a tree, with their paths, specs and mesh. Raises `ValueError` if there
+    are no arrays, or if they are not all on one mesh.
+    """
     named_leaves = jax.tree.leaves_with_path(tree)
     arrays = [
         (mesh.dotted(path), leaf)
@@ -351,7 +357,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    """Returns whether all copies are equal, and the words [*mesh, leaves, words] of all devices."""
+    """Returns whether all copies are equal, and the checksums of all devices, [*mesh, leaves,
+    words]. `over` is the mesh.
+    """
 
     def local(*blocks):
         """Returns the results of `compared` for this device's blocks."""
@@ -366,7 +374,8 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
-        # The dims of the mesh along which the devices have other blocks of the leaf.
+        # The dims of the mesh along which the devices have different blocks of the leaf. Along the
+        # other dims they should have equal copies.
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
         for places in _groups(placed.mesh, splits):
             differences += _strays(
@@ -391,8 +400,8 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """Returns the devices of one group whose words differ from the most common ones. If two
-    versions are equally common, it returns all devices of the group.
+    """Returns the devices of one group whose words differ from the most common words. If two
+    versions of the words are equally common, it returns all devices of the group.
 
     `path` is the leaf. `words_of` has the words of each device by its place in the mesh.
     """

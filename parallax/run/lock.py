@@ -37,12 +37,17 @@ WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, er
 
 
 class Held(OSError):
-    """Another run holds the folder; the message names its host and its process."""
+    """Raised if another run holds the folder. The message names its host and its process."""
 
 
 class Lock:
     """The lock on `folder`, as `take` returns it. As a context manager, it releases the lock at the
     end of the block.
+
+    Args:
+        folder: the folder.
+        file_lock: the `filelock.FileLock` on the lock's file.
+        created: the folders that `take` made.
     """
 
     def __init__(self, folder: Path, file_lock: Any, created: list[Path]):
@@ -76,7 +81,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
     Raises:
         Held: another run has the lock.
-        OSError: the folder cannot be made, or not be written to.
+        OSError: the folder cannot be made or written to.
         ImportError: filelock is not installed.
     """
     try:
@@ -161,12 +166,13 @@ def _sign(path: Path, descriptor: int) -> None:
 
 
 def _holder(folder: Path) -> str:
-    """Returns the words for the process that holds the folder. Reads the lock's file until that
-    process has written its record there, for at most `TOLD` seconds.
+    """Returns a text, for an error, that names the process that holds the folder. Reads the lock's
+    file until that process has written its record there, for at most `TOLD` seconds.
     """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
-        time.sleep(0.02)  # a new holder needs this long to replace the record of the last one
+        # A process that has just taken the lock needs this long to replace the old record.
+        time.sleep(0.02)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(_files.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"

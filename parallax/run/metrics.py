@@ -46,12 +46,13 @@ class Skipped:
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
         """Returns whether step `number` was skipped. Raises `OverBudget` if more steps than the
-        budget were skipped; steps that only lowered the loss scale do not count. The state is still
-        good to save.
+        budget were skipped; steps that only lowered the loss scale do not count. After this error
+        the state is still good, and can be saved.
 
         Args:
             number: the number of the step.
-            info: the information that the step returned.
+            info: the `Info` that the step returned: whether it was skipped, the loss, and the
+                gradient norm.
             scale: the loss scale of the state that the step returned, or None.
         """
         # The scale that this step used; the scale that it returned is for the next step.
@@ -123,8 +124,8 @@ class Clock:
     def goodput(self) -> float:
         """Returns productive seconds over all seconds since the run first began, from 0 to 1.
 
-        If the system's clock was set back, the sum of the counted seconds is larger, and is taken
-        as all seconds.
+        If the system's clock was set back, the run may have counted more seconds than the clock
+        shows. The sum of the counted seconds is then used in place of all seconds.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -213,6 +214,7 @@ def jsonl(
             if math.isinf(failed_since):
                 say(f"{failed} They wait; the run goes on meanwhile.")
             failed_since = min(failed_since, time.monotonic())
+            # `transient`: the error may go away by itself.
             if not transient(error) or time.monotonic() >= failed_since + patience:
                 raise OSError(failed) from error
             return
@@ -223,8 +225,8 @@ def jsonl(
 
 
 def _append(path: Path, text: str) -> None:
-    """Adds `text` to the end of a file. If the write fails, it tries to remove the part that was
-    written.
+    """Adds `text` to the end of a file. If the write fails, `_append` tries to remove the part of
+    the text that was written, and raises the error.
     """
     size = path.stat().st_size if path.exists() else 0
     try:

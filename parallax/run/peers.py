@@ -22,8 +22,9 @@ from parallax.run import job as jobs
 from parallax.run import signals
 
 BEAT = 0.5  # seconds between two entries of a process
-# Seconds that `culprit` waits between two readings. Launchers send SIGKILL to the other processes a
-# second after SIGTERM, so the process that failed first has the last word.
+# Seconds that `culprit` waits between two readings. When one process has failed, launchers kill the
+# others within about a second. They are then killed while they wait, and the last message is the
+# message of the process that failed first.
 GRACE = 1.5
 SILENT = 5.0  # seconds without an entry, after which rank 0 names a process
 RANKS, RAISED = "parallax/ranks/", "parallax/raised/"
@@ -94,8 +95,8 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread: if the thread returned from JAX while Python ends, the process would
-        abort.
+        """Stops the thread. If a call of JAX in the thread returned while Python ends, the process
+        would abort.
         """
         self._closed.set()
         self._thread.join(GRACE)
@@ -160,7 +161,7 @@ class Peers:
                 entries = self._read(RANKS) if self.job.rank == 0 else {}
             except jax.errors.JaxRuntimeError:
                 return  # JAX ends the process, or has shut its service down
-            # A process that tells an error of its own has set `_closed` before.
+            # If `_closed` is set, this process ends already, by itself or for its own error.
             if raised and not self._closed.is_set():
                 time.sleep(BEAT)  # the process that raised prints its traceback first
                 jobs.end(f"{self.job.who}: {raised[0]}. The job ends.\n")

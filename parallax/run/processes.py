@@ -35,7 +35,7 @@ from parallax.run.peers import Peers
 Result = TypeVar("Result")
 NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables for launchers unknown to JAX
 ALONE = "coordinator_address should be defined"  # JAX's error if it finds no launcher
-SPARE = 60  # seconds by which JAX's own limit of the start is later than this module's
+SPARE = 60  # JAX's own time limit for the start is this many seconds longer than this module's
 
 
 def initialize(
@@ -77,7 +77,7 @@ def initialize(
         ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
             variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
-    # `_told` adds the values of the JAX_... variables.
+    # `_told` checks the arguments, and replaces missing ones by the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
     try:
@@ -213,7 +213,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
         # With code 0 or None the process ends as if `main` had returned.
     except BaseException as error:
         text = traceback.format_exc()
-        if job.peers and of_peers(error):
+        if job.peers and of_peers(error):  # another process may have caused the error
             # While this process asks for the culprit, the launcher's SIGTERM must end it; JAX's
             # preemption service would only note the signal.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -273,6 +273,7 @@ def all_or_none(
         result = prepare()
     except (ValueError, OSError, ImportError) as failure:
         error = failure
+    # The ranks with an error, the same array on all ranks.
     ranks = np.flatnonzero(multihost_utils.process_allgather(np.asarray(error is not None)))
     if not ranks.size:  # no rank has an error
         return cast(Result, result)
@@ -292,7 +293,7 @@ class StopRequest:
         several: whether the job has several processes.
 
     Attributes:
-        by: the name of the signal.
+        by: the name of the signal; SIGTERM if this process has heard no other one.
     """
 
     def __init__(self, several: bool):
@@ -311,8 +312,8 @@ class StopRequest:
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
-        """Handles a signal, for `signals.listening`: asks the run to save and to end. A Ctrl-C
-        after another signal ends the process at once.
+        """Handles a signal, for `signals.listening`: asks the run to save and to end. `count` is
+        the number of signals so far. A Ctrl-C after another signal ends the process at once.
         """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)

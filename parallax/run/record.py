@@ -34,7 +34,7 @@ class Record:
     Args:
         step: the step of the checkpoint.
         settings: the settings of the run.
-        note: the JSON values that the loop stored for itself.
+        note: the JSON values that the training loop stored for itself.
         numbers: the plain numbers of the state, by path; a complex number is a list of two.
         arrays: the `[dtype, shape]` of each array of the state, by path.
         evaluated: a finite loss that was measured of this state, or None.
@@ -49,7 +49,9 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The record as text, to compare it: unlike in Python, `1`, `1.0` and `true` differ."""
+        """The record as text, for comparisons. As texts `1`, `1.0` and `true` differ, while in
+        Python they are equal.
+        """
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -77,13 +79,13 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """Returns whether `folder` is the checkpoint of `step` of the run with these settings, finished
     or not.
 
-    A record in the folder must say so. A link, the folder of another run, and a folder of other
-    files do not belong to this run. An empty folder counts as this run's, since nothing is lost if
-    it is removed.
+    A record in the folder must have this step and these settings. A link, the folder of another
+    run, and a folder of other files do not belong to this run. An empty folder counts as this
+    run's, since nothing is lost if it is removed.
     """
     if folder.is_symlink():
         return False
-    for name in (CONTENTS, MANIFEST):  # if the first cannot be read, the second may be whole
+    for name in (CONTENTS, MANIFEST):  # if one cannot be read, the other may be whole
         with contextlib.suppress(ValueError, RecursionError, OSError):
             entries = manifest.read(folder / name)
             entries.pop("files", None)

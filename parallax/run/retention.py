@@ -1,5 +1,5 @@
-"""Decides which checkpoints in a folder stay, and removes the others. Only checkpoints of this run
-are removed, whatever else is in the folder.
+"""Decides which checkpoints in a folder stay, and removes the others. Other files and the
+checkpoints of other runs are never removed.
 
 A checkpoint is *finished* if it has a manifest. A checkpoint is *refused* if this run has found
 that it cannot be restored; `refused` has the error of each such step.
@@ -25,8 +25,8 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: checkpoints of steps that are multiples of this number stay for good; with None all
-            other checkpoints are removed.
+        every: checkpoints whose step is a multiple of this number are never removed; with None
+            there are no such checkpoints.
     """
 
     newest: int = 3
@@ -46,7 +46,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """Returns the step in the name of a checkpoint's folder; None for other names."""
-    # `0000000100` has ten digits, but `path_of` writes step 100 with eight, and so is not its path.
+    # `0000000100` is not the name of step 100, since `path_of` writes that step with eight digits.
     named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
     return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
 
@@ -113,7 +113,8 @@ def make_room(
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():
         aside = Path(f"{path}{OLD}")
-        # An older checkpoint of this step and run there makes way; any other folder stays.
+        # If `aside` is an older checkpoint of this step and run, it is removed. Any other folder of
+        # this name stays.
         if aside.is_dir() and records.is_of(aside, step, settings):
             remove(aside)
         # The first name that is free: 00000100.replaced, 00000100.replaced.2, ...
@@ -153,7 +154,7 @@ def prune(
         return
 
     def stays(step):
-        """Returns whether the checkpoint of `step` stays. Does not look at a measured loss."""
+        """Returns whether the checkpoint of `step` stays, apart from its measured loss."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
@@ -163,6 +164,7 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
+    # The checkpoint that stays for its measured loss may be one of these.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)
@@ -187,10 +189,12 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay for their loss: the newest checkpoint whose loss was measured,
-    among the steps `newest` (newest first), or else among the steps `others`; and each newer
-    checkpoint of another format, whose loss may have been measured. A damaged checkpoint does not
-    count. Raises `OSError` if a manifest cannot be read now; the writer then tries again.
+    """Returns the folders that stay for their loss. One is the newest checkpoint whose loss was
+    measured. The search begins with the steps `newest` (newest first), and goes on with the steps
+    `others`. The function also returns the newer checkpoints of another format, since their loss
+    may have been measured. Damaged checkpoints are left out.
+
+    Raises `OSError` if a manifest cannot be read now; the writer then tries again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 TO_END = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-END = b"\0"  # in the pipe: the thread ends; no signal has this number
+END = b"\0"  # a byte in the pipe that ends the thread; no signal has the number 0
 Hear = Callable[[signal.Signals, int], None]
 
 
@@ -32,9 +32,9 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     read_end, write_end = os.pipe()
     # Python's handler must not wait, even if the pipe is full.
     os.set_blocking(write_end, False)
-    # None: a handler of C, which Python could not restore.
+    # `getsignal` returns None for a handler of a C library, which Python could not restore.
     heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    # Handlers that do nothing: without a handler of Python, no byte is written to the pipe.
+    # The handlers do nothing, but without a handler in Python no byte is written to the pipe.
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 

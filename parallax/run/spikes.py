@@ -4,7 +4,8 @@ after some such steps the run goes back to an older checkpoint.
     spikes = Spikes(2.0, 3, note=note.get("spikes"))
     ...
     state, info = train(state, batch(i + spikes.past), None, spikes.limit)
-    spike = spikes.count(i, float(info.loss))      # raises `Spiked`: restore an older checkpoint
+    spike = spikes.count(i, float(info.loss))      # may raise an `error`, a `Spiked`
+    # After the error, when an older checkpoint is restored:
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 WINDOW = 64  # steps over which the median is taken, and spikes are counted
-LEAST = 16  # losses before there is a limit
+LEAST = 16  # the fewest losses for which there is a limit
 
 
 class Spiked(RuntimeError):

@@ -24,7 +24,7 @@ KEYS = {
     "key<fry>": "threefry2x32",
     "key<rbg>": "rbg",
     "key<urbg>": "unsafe_rbg",
-}  # random keys' dtypes and generators
+}  # the generator of random keys, by the dtype of the keys
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,8 +158,8 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns the tree `like`, with the stored arrays and plain numbers of the same paths in place
-    of its own. Other leaves stay.
+    """Returns the tree `like`, with its arrays and plain numbers replaced by the stored ones of the
+    same paths, `arrays` and `numbers`. Other leaves stay.
     """
 
     def leaf(path, leaf):
@@ -274,7 +274,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     """Returns this process's blocks of an array, by device, copied to the host. Devices with copies
     of one block share one copy.
     """
-    # The index as text, since slices are no keys of a dict. Copies of a block have one index.
+    # The index is taken as text, since slices cannot be keys of a dict. Copies of a block have the
+    # same index.
     shards = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
     distinct = {index: data for _, index, data in shards}
     for data in distinct.values():  # starts all copies before the first is waited for

@@ -76,7 +76,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
-        """Notes that step `number` begins now."""
+        """Notes that step `number` begins now, with this phase. Its time is counted from now on."""
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
         self.phase(phase)
@@ -117,8 +117,8 @@ class Watchdog:
                 if self._left.wait(min(seconds_left, 0.5)):
                     return
             waits, began, phase = self._waits, self._step_began, self._phase
-            # A rank that waits is probably held up: it first asks for the culprit, as that rank
-            # then prints before it.
+            # A rank that waits is probably held up by another rank. It searches for that rank, and
+            # the search takes `GRACE` seconds, so the other rank prints its message first.
             culprit = self._culprit() if waits else ""
             if self._step_began == began:  # still the same step: it is really late
                 break
@@ -132,8 +132,9 @@ class Watchdog:
             f"{now - began:.1f} s of the {self._limit:g} s allowed, "
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
-        # Rank 0, if it has left the work, waits at its exit until JAX misses this rank. If this is
-        # rank 0, JAX's service ends with it, and the others need not be told.
+        # A rank above 0 tells the others: a rank 0 that has left the work would otherwise wait at
+        # its exit until JAX misses this rank. A rank 0 that waits tells nobody, because JAX's
+        # service ends with it, and then so do the others.
         if self.job.peers and (self.job.rank or not waits):
             did = "waited too long for the other ranks" if waits else "held up the job"
             self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")

@@ -74,7 +74,7 @@ class Writer:
 
         `lost` waits for the search for nan and inf, and returns the names of the arrays that have
         any. `write` calls `lost` after Orbax has begun to write, so that the search and the writing
-        run at once. If it returns names, the files are removed again.
+        run at the same time. If `lost` returns names, `write` removes the files again.
 
         Raises:
             ValueError: an array is not finite.
@@ -176,7 +176,7 @@ class Writer:
         arrays that are written are not written again. The last error is kept for `check`.
 
         Args:
-            name: the name of this save, which its barriers begin with.
+            name: the name of this save, with which the keys of its barriers begin.
             record: the contents of the manifest.
             copies: a function that returns the arrays from copies, since the caller may have
                 donated them.
@@ -213,14 +213,17 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
-        """Writes the manifest of a checkpoint and the newest step, on the first process."""
+        """Writes the manifest of a checkpoint and the newest step, and calls `sealed`. The stage
+        runs it on the first process only.
+        """
         records.seal(self._path(record.step), record)
         manifest.write(self._folder / NEWEST, {"step": record.step})
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
         """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's. It is
-        made again after each failure, since the old one cannot write any more."""
+        made again after each failure, since the old one cannot write any more.
+        """
         checkpoint = orbax()
         # Weights hardly compress, and compression takes more CPU time than the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
@@ -252,7 +255,7 @@ class Writer:
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
-        failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
+        failure.__cause__ = error  # `processes.run` looks for an error of another process there
         return failure
 
     def _path(self, step: int) -> Path:

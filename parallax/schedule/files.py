@@ -1,13 +1,14 @@
 """A schedule as a CSV file: one row per tick, one column per stage, and each job by its place in
 the model: `5F3` is F of microbatch 3 at place 5.
 
-`5B3` is both gradients of microbatch 3 at place 5. If these are separate jobs, `5I3` is the input's
-gradient and `5W3` the weights' gradient. In lockstep a stage may have several jobs in a tick:
-`1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row per rank and one cell
-per job, without a header.
+F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If these are separate
+jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep a stage may have
+several jobs in a tick: `1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row
+per rank (a stage) and one cell per job, without a header.
 
 A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
-chunk's place.
+chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
+and "weight" for W, and B is a job of each of the last two.
 """
 
 import csv
@@ -32,8 +33,8 @@ OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3
 
 
 def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
-    or `1F4 1B2`."""
+    """Writes the schedule's tables to the file `path`: one row per tick, one column per stage, and
+    cells such as `5F3` or `1F4 1B2`; an empty cell has no job."""
     letters = "FB" if schedule.weight is None else "FIW"  # of `schedule.lanes`, in their order
 
     def cell(tick, stage):
@@ -64,7 +65,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         ValueError: the file is not a table, or its table cannot run; the message names the line.
     """
     try:
-        # Spreadsheets write a byte-order mark.
+        # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
+        # read as an empty header.
         text = _files.read(path, "a table of text").decode("utf-8-sig")
         header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
@@ -130,6 +132,7 @@ def _is_of_torch(header: list[str]) -> bool:
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
+    Each job gets the first tick in which it can run.
 
     A whole backward job, B, is read as I and then W. If two jobs overlap, the job that is listed
     first runs first.
@@ -152,8 +155,8 @@ def _from_0(order: list[Job]) -> list[Job]:
     numbers: dict[tuple[str, int], list[int]] = {}
     for job in order:
         numbers.setdefault((job.lane, job.place), []).append(job.microbatch)
-    # The lanes and places to renumber: their forwards are the backwards' numbers plus 1. A file
-    # from which only forward 0 is missing is not of this kind, and is refused later.
+    # The lanes and places to renumber: the numbers of their forwards are those of the backwards
+    # plus 1. A file from which only forward 0 is missing is not of this kind, and is refused later.
     from_1 = set()
     for (lane, place), forward in numbers.items():
         backward = sorted(numbers.get(("backward", place), ()))
@@ -165,7 +168,8 @@ def _from_0(order: list[Job]) -> list[Job]:
 
 
 def _jobs(words: Sequence[str], where: str) -> list[Job]:
-    """Returns the jobs of words such as `5F3`, and skips torch's messages.
+    """Returns the jobs of words such as `5F3`, and skips torch's messages. The word `5B3` gives two
+    jobs: "backward" and "weight".
 
     `where` names the cell in errors.
     """
@@ -173,7 +177,6 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
     for word in filter(None, map(str.strip, words)):
         match = JOB.fullmatch(word)  # place, letter, microbatch
         if match:
-            # Two jobs for B.
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
             raise ValueError(
@@ -184,8 +187,9 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement: each stage's chunks have the places that occur among its jobs, in
-    ascending order. Raises `ValueError` if this is no placement."""
+    """Returns the placement that the jobs of all stages, one sequence per stage, imply: a stage's
+    chunks have the places that occur among its jobs, in ascending order. Raises `ValueError` if
+    this is no placement."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:

@@ -2,7 +2,8 @@
 stages run them in a given order.
 
 A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward" (F), "backward"
-(B) or "weight" (W). A chunk's place is its position in the model.
+(B) or "weight" (W). A chunk's place is its position in the model. A stage runs the chunks of one or
+more places.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,8 +63,7 @@ def start_times(
     stops: dict[Job, float] = {}  # the time at which each job ends
     # By stage: the time from which it is free, and the number of its jobs that have begun.
     free, begun = [0.0] * len(orders), [0] * len(orders)
-    # Each round starts the jobs whose inputs exist. A round that starts none is the end, or a
-    # deadlock if jobs are left.
+    # Each round starts the jobs whose inputs exist, until a round starts none.
     started_before = -1  # below 0, so that there is a first round
     while started_before < len(starts):
         started_before = len(starts)
@@ -82,7 +82,7 @@ def start_times(
                 stops[job] = starts[job] + costs[job.lane]
                 free[stage] = stops[job]
                 begun[stage] += 1
-    # A deadlock: the first job left on a stage waits for a job that never ends.
+    # If a job is left, this is a deadlock: the job waits for a job that never ends.
     for stage, order in enumerate(orders):
         for job in order[begun[stage] :]:
             missing = next(cause for cause in needs(job, last) if cause not in stops)

@@ -53,7 +53,7 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
-        ValueError: as for `gpipe`.
+        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     return _schedule(P, v, _forwards(P, M, v), _backwards(P, M, v))
@@ -68,7 +68,7 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
-        ValueError: as for `gpipe`.
+        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.
@@ -77,8 +77,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v (by default 1) of `sizes` in this order; raises `ValueError` if the table
-    would be too large."""
+    """Returns P, M and v (by default 1) of `sizes`, which are given in this order; raises
+    `ValueError` if one is no whole number of at least 1, or if the table would be too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
@@ -111,22 +111,24 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 def _forwards(P: int, M: int, v: int) -> Jobs:
     """Returns the ticks and the jobs of the forwards: each group of P microbatches passes chunk 0
     of all stages, then chunk 1 right after it, and so on."""
+    # All microbatches m, chunks c and stages s; the ticks are [M, v, P].
     m, c, s = np.ogrid[:M, :v, :P]
-    # A group takes v P ticks, a chunk P of them, and each stage is one tick later than the stage
-    # before it.
+    # `m // P` is the number of the group. A group takes v P ticks, a chunk P of them, and each
+    # stage is one tick later than the stage before it.
     return m // P * v * P + c * P + m % P + s, m * v + c
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
     """Returns the ticks and the jobs of the backwards, which pass the places of the model from the
     last to the first. They begin in tick v P - 1, the tick of the first microbatch's last F."""
+    # The ticks are [M, v, P], as in `_forwards`, but the last chunk and the last stage come first.
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
-    """Returns the schedule of forward, backward and perhaps weight jobs in these ticks. Each of
-    `lanes` is (ticks, jobs)."""
+    """Returns the schedule, with a looped placement, of the forward, the backward and perhaps the
+    weight jobs, in this order. Each of `lanes` is (ticks, jobs)."""
     count = 1 + max(int(tick.max()) for tick, _ in lanes)
     tables = np.full((len(lanes), count, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):

@@ -50,8 +50,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Returns a schedule in which each stage runs I as soon as it can. Otherwise it runs F while it
-    holds fewer than `in_flight` microbatches, by default P, and else W.
+    """Returns a schedule in which each stage runs I as soon as it can. If no I is ready, it runs F
+    while it holds fewer than `in_flight` microbatches, by default P, and else W. A stage holds a
+    microbatch from its F until its W.
 
     With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
 
@@ -70,10 +71,11 @@ def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
     """Returns a schedule in which each stage runs in each tick one of its ready jobs, if it has
-    any: I first, then F, then W. Stage s runs no F while it holds `max_chunks[s]` chunks.
+    any: I first, then F, then W. Stage s runs no F while it holds `max_chunks[s]` chunks, each of
+    one microbatch. A chunk is held from its F until its W.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
-    microbatch the latest place. A chunk is held from its F until its W.
+    microbatch the latest place. `places` is the placement.
 
     Raises:
         ValueError: no stage has a job that it may run, since only F are ready, on full stages.
@@ -109,7 +111,7 @@ def greedy(
                 newly_ready += followers(job, last)
                 left -= 1
         if left == left_before:
-            # Every ready job is an F that no stage may start.
+            # Every ready job is an F, on a stage that holds too many chunks to start it.
             raise ValueError(
                 f"No stage can run a job if the stages hold at most {max_chunks} chunks. Let them "
                 "hold more."
@@ -174,8 +176,11 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """Yields the jobs that need a job's result: the inverse of `jobs.needs`. `last` is the last
-    place of the model, whose F is followed by its own I."""
+    """Yields the jobs that need a job's result; `last` is the last place of the model.
+
+    F is followed by F of the next place; at the last place it is followed by I of that place. I is
+    followed by W of its own place, and by I of the place before. No job needs W.
+    """
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

@@ -4,15 +4,16 @@ in each tick.
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
 weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
 its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
-jobs, with -1 for an idle stage. The placement, [v, P], is the place in the model, 0 to vP - 1, of
-each stage's chunks.
+jobs, with -1 for an idle stage. The forward table [[0, -1], [1, 0], [-1, 1]] has two stages: in
+tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], is the
+place in the model, 0 to vP - 1, of each stage's chunks.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
   forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
-  in every tick. The next stage uses the output of tick t in tick t + 1, or never: there are no
-  receive queues. The placement is looped: chunk c of stage s is at place c P + s.
+  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs do not wait
+  in slots. The placement is looped: chunk c of stage s is at place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
@@ -205,8 +206,8 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run; in lockstep each stretch is one loop
-        without a conditional.
+        """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
+        one loop without a conditional.
 
         1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
         """
@@ -271,16 +272,16 @@ class Schedule:
         """Returns the begin and end of every job if one program runs on all devices, which exchange
         messages after each tick. The spans are sorted by their start, and then by stage.
 
-        With `hop=0` the last job ends at `makespan`. The method also takes a table that runs per
-        stage.
+        With `hop=0` the last job ends at `makespan`. The method is also for schedules that run per
+        stage: there all jobs of a tick start together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
         for tick in range(self.ticks):
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
-                # In lockstep all stages run one lane after another; `stop` is the end of the lane
-                # before. Per stage, all jobs of a tick start together.
+                # In lockstep all stages run one lane after another, and `stop` is the end of the
+                # lane before. Per stage, all jobs of a tick start together, at `now`.
                 start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
                 for s, job in jobs:
@@ -319,7 +320,7 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """The most microbatches whose residuals each stage holds at once.
+        """For each stage, the largest number of microbatches whose residuals it holds at once.
 
         A stage holds residuals from the forward tick to the tick of the last gradient, both
         included. The residuals of one chunk count as 1/v, so this is each stage's number of slots
@@ -383,14 +384,17 @@ class Schedule:
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
-        # In lockstep an idle stage writes too, into a free slot, which counts.
+        # In lockstep an idle stage writes too, into a free slot, which counts. Per stage an idle
+        # stage writes nothing.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents that one job leaves for another, also on the same stage.
+        """All activations and cotangents that one job leaves for another, even if both jobs are on
+        one stage.
 
-        The head's cotangent is made in the tick of the last place's F, and on its stage.
+        The head's cotangent is made in the tick of F at the last place, and on the stage of that
+        place.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -414,9 +418,9 @@ class Schedule:
         In lockstep only the head's cotangents wait: other messages are used in the next tick.
         """
         slots: dict[Message, int] = {}
-        # A slot is in use from the tick of the message until that of its use. In lockstep the head
-        # runs before the jobs, so the tick of the use counts: the head may write in that tick. Per
-        # stage all writes follow the jobs of a tick, so the slot is free in the tick of the use.
+        # A slot is in use from the tick that sends the message until the tick that uses it. In
+        # lockstep that tick is included: within a tick the head writes before B reads. Per stage
+        # all writes follow the jobs of a tick, so the slot is free again in the tick of the use.
         until = 0 if self.per_stage else 1
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
@@ -433,7 +437,8 @@ class Schedule:
 
     @cached_property
     def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
-        """The stage and the chunk of each place of the model."""
+        """The stage and the chunk of each place of the model: a pair of arrays, [places] each."""
+        # `argsort` gives for each place the index of its chunk in the flattened [chunks, stages].
         chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
         return stages, chunks
 
@@ -445,8 +450,9 @@ class Schedule:
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the time of one chunk of one microbatch for each lane that the schedule has."""
-        # A chunk is 1/v of a stage's layers.
+        """Returns the time of one chunk of one microbatch for each lane that the schedule has. The
+        arguments are the times of one microbatch through a whole stage, as in `makespan`."""
+        # A chunk is 1/v of a stage's layers. A schedule without W has only the first two lanes.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
@@ -483,8 +489,8 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 
 
 def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Refuses, with a `ValueError` or `CannotRun`, an array that is not a table of jobs of this
-    shape."""
+    """Refuses, with a `ValueError` or `CannotRun`, an array `table` that is not a table of jobs of
+    the shape `shape`: ticks x stages whole numbers, each -1 or a possible job."""
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
@@ -517,8 +523,8 @@ def _check(schedule: Schedule) -> None:
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
             "microbatch."
         )
-    # `when` has for each lane the tick of each job, [M, places]; making it raises for a job that
-    # runs twice or never. `last` is the last place of the model.
+    # `when` has for each lane the tick of each job, [M, places]; `_when` raises an error for a job
+    # that runs twice or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
@@ -579,7 +585,8 @@ def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why:
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """Returns the tick of every job of `lane`, [M, vP]; refuses a job that runs twice or never."""
+    """Returns the tick of every job of `lane`, [M, vP], by microbatch and place. Refuses a job that
+    runs twice, with `CannotRun`, and one that never runs, with a `ValueError`."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
@@ -588,8 +595,8 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
-    # If `when` has fewer ticks than the table has runs, a job runs twice. `first[job]` is, for each
-    # run, the index of the first run of the same job.
+    # If `when` has fewer ticks than the table has runs, a job runs twice. `first[job]` has, for
+    # each run, the index of the first run of the same job. `second` is a run that is not the first.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]

@@ -2,6 +2,7 @@
 
 Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
 
+A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
 loop; an atom is a variable or a literal. `values` maps each variable to its value. From
 `jaxprs`: `opened(program)` is the jaxpr of a program, closed or not; `closed(params)` are the
@@ -72,7 +73,8 @@ class Loop(NamedTuple):
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """Returns the program with its calls inlined, and with the flat bodies of its scans."""
+    """Returns the program as a `Flat`: with its calls inlined, the values of its constants, and the
+    flat bodies of its scans by place."""
     # In this trace, `_results` runs the equations of each call one by one in place of the call.
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
@@ -95,9 +97,9 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # This is the backward pass of a `checkpoint`, before which JAX itself puts a
-                # barrier at compilation. Without the barrier, XLA would not recompute, but keep the
-                # forward pass's values in memory.
+                # This call is the backward pass of a `checkpoint`. JAX puts a barrier before such a
+                # call when it compiles it. Inlined code needs its own barrier: without it, XLA
+                # would keep the values of the forward pass in memory, and recompute nothing.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
         else:
@@ -107,8 +109,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of variables and literals, all as JAX arrays: constants of a traced
-    function may be NumPy arrays."""
+    """Returns the values of these variables and literals, all as JAX arrays: `values` may have
+    NumPy arrays, as constants of a traced function."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""
@@ -123,9 +125,9 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
     """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
 
-    It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
+    The equation runs as a jaxpr of its own, which keeps its source line and name scope.
     """
-    # An argument stands in a jaxpr once, though the equation may read a variable twice.
+    # The arguments of a jaxpr must differ, but the equation may read a variable twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -139,8 +141,8 @@ def variables_of(atoms: Sequence[Any]) -> list[Any]:
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """Returns the same values behind a barrier, so that XLA does not fuse or merge the operations
-    before it with those after it."""
+    """Returns the same values behind a barrier: XLA does not fuse or merge operations before the
+    barrier with operations after it."""
     results = list(values)
     # JAX types all results of a barrier as varying over the same axes. So there is one barrier for
     # each set of axes.
@@ -178,15 +180,15 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
     """Returns the indices of the results that the equation at `place` must compute, and the indices
-    of the operands that they need. `results` are the indices of the wanted results. Only a scan
-    must compute more than these: the carries on which they depend."""
+    of the operands that it needs for them. `results` are the indices of the wanted results. Only a
+    scan must compute more results than the wanted ones: the carries on which these depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):  # result i needs only operand i
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
-    # A carry that one trip reads is a result of the trip before, which may read more carries. So
-    # carries are added until no more are found. Carry i is operand consts + i and result i.
+    # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
+    # So carries are added until no more are found. Carry i is operand consts + i and result i.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}

@@ -155,8 +155,8 @@ def queries_keys_values(
 
 
 def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
-    """Returns a layer of keys or values with only the heads that this device's `heads` heads of
-    queries attend to.
+    """Returns a layer of keys or values with only the heads that this device needs: those that its
+    heads of queries attend to. The device has `heads` heads of queries.
 
     If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
     has all heads of keys, the needed ones are picked; in the backward pass, an all-reduce then sums
@@ -186,7 +186,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     first, needed = comms.axis.index() * heads // sharers, max(heads // sharers, 1)
 
     def pick(leaf, dim):
-        """Returns the needed heads of a leaf whose dim `dim` is the heads."""
+        """Returns the heads that this device needs, of a leaf whose heads are along dim `dim`."""
         return lax.dynamic_slice_in_dim(comms.copy_to(leaf), first, needed, dim)
 
     bias = () if isinstance(layer.bias, tuple) else pick(layer.bias, 0)
