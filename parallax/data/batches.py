@@ -65,7 +65,7 @@ def batch(
         raise ValueError(
             f"one window needs {length + 1} tokens (length {length} and the next one); "
             f"the text has {len(tokens)}. "
-            f"Bring more text, or choose a length up to {len(tokens) - 1}."
+            f"Use a longer text, or choose a length up to {len(tokens) - 1}."
         )
     # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
     # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
@@ -167,7 +167,7 @@ def held_out_batches(
         raise ValueError(
             f"one batch of {size} windows of length {length} needs {size * length + 1} tokens; "
             f"the text has {len(tokens)}. "
-            "Bring more text, hold out more of it, or choose a smaller size or length."
+            "Use a longer text, hold out more of it, or choose a smaller size or length."
         )
     window = np.add.outer(np.arange(size) * length, np.arange(length + 1))
     starts = range(0, batches * size * length, size * length)[:limit]

@@ -95,6 +95,7 @@ def write(
     if size < 1:
         raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {size}.")
     folder.mkdir(parents=True, exist_ok=True)
+    # By the name of a file: the number of its tokens, and its [size in bytes, hash].
     tokens, files = {}, {}
     for number, shard in enumerate(_cut(pieces, size)):
         name = f"{number:05d}.bin"
@@ -102,7 +103,7 @@ def write(
         tokens[name] = len(shard)
     if not tokens:
         raise ValueError(
-            f"shards.write needs one token or more for {folder}, got none. Bring more text."
+            f"shards.write needs one token or more for {folder}, got none. Pass pieces with tokens."
         )
     manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
 
@@ -132,11 +133,13 @@ def read(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
     folder = Path(folder)
+    # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
     check_header(record, folder / MANIFEST, folder, vocabulary)
     files = manifest.files(folder / MANIFEST, record.get("files"))
     tokens = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
+    # `opened` returns a `File`, which reads tokens when it is indexed.
     parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
     if check_bytes:
         hashes = [files[name][1] for name in tokens]

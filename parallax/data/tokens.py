@@ -71,7 +71,7 @@ def store(
     `before` is called between these two steps, when the tokens are on the disk. `write` uses it to
     remove an old record, so that a record never stands beside tokens that are not its own.
     """
-    item = stored_as(vocabulary)
+    item = stored_as(vocabulary)  # the dtype of a token
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -109,7 +109,7 @@ def read(
             although the vocabulary needs two; or it is empty or cut short, or holds tokens outside
             the vocabulary.
     """
-    path, item = Path(path), stored_as(vocabulary)
+    path, item = Path(path), stored_as(vocabulary)  # `item`: the dtype of a token
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
     if not path.is_file():
         raise FileNotFoundError(
@@ -182,7 +182,7 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
     if not 0 < last < len(tokens):
         raise ValueError(
             "held_out must be a fraction that leaves tokens on both sides, "
-            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or bring more text."
+            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
         )
     return tokens[: len(tokens) - last], tokens[len(tokens) - last :]
 

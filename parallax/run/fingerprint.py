@@ -314,7 +314,7 @@ def _placed(tree: PyTree) -> _Placed:
             raise ValueError(
                 f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
                 f"{paths[0]} on {first_mesh}. Call it on "
-                "the arrays of each mesh alone, or place all on one mesh: mesh.place."
+                "the arrays of each mesh separately, or place all on one mesh: mesh.place."
             )
     return _Placed(leaves, paths, specs, first_mesh)
 

@@ -65,9 +65,7 @@ class Skipped:
         loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
-            update_not_finite = (
-                " The update that they give is not finite." if math.isfinite(loss + norm) else ""
-            )
+            update_not_finite = " The update is not finite." if math.isfinite(loss + norm) else ""
             raise OverBudget(
                 f"step {number}: the loss is {loss} and the gradient norm {norm}."
                 f"{update_not_finite} "

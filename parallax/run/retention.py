@@ -1,5 +1,5 @@
-"""Decides which checkpoints in a folder stay, and removes the others. Other files and the
-checkpoints of other runs are never removed.
+"""Decides which checkpoints in a folder stay, and removes the others. It removes only checkpoints
+of this run; everything else in the folder stays.
 
 A checkpoint is *finished* if it has a manifest. A checkpoint is *refused* if this run has found
 that it cannot be restored; `refused` has the error of each such step.
@@ -25,8 +25,8 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: checkpoints whose step is a multiple of this number are never removed; with None
-            there are no such checkpoints.
+        every: good checkpoints whose step is a multiple of this number also stay, for ever; with
+            None there are no such checkpoints.
     """
 
     newest: int = 3

@@ -4,8 +4,8 @@ after some such steps the run goes back to an older checkpoint.
     spikes = Spikes(2.0, 3, note=note.get("spikes"))
     ...
     state, info = train(state, batch(i + spikes.past), None, spikes.limit)
-    spike = spikes.count(i, float(info.loss))      # may raise an `error`, a `Spiked`
-    # After the error, when an older checkpoint is restored:
+    spike = spikes.count(i, float(info.loss))      # may raise `Spiked`
+    # After `except Spiked as error`, when an older checkpoint is restored:
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
