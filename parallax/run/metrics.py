@@ -30,7 +30,8 @@ class Skipped:
     """Counts the steps that `step.make` skipped because they were not finite, against a budget.
 
     With a loss scale, a step that overflows shows that the scale was too large, and `step.make`
-    lowers the scale. Only an overflow at the smallest scale counts.
+    lowers the scale. Only an overflow at the smallest scale counts. A step is also skipped if its
+    loss is above a limit: give `count` only steps for which `run.spikes.Spikes.count` is False.
 
     Args:
         budget: the number of steps that may be skipped in a run.
