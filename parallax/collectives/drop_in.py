@@ -171,7 +171,7 @@ def dim_of(name: str, dim: int, rank: int) -> int:
         )
     if not -rank <= dim < rank:
         raise ValueError(
-            f"{name}={dim} needs an array of more dims than {rank}: use one of {list(range(rank))}."
+            f"{name}={dim} is no dim of an array of {rank} dims: use one of {list(range(rank))}."
         )
     return dim % rank
 

@@ -188,9 +188,9 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
-                f"{name}: tables side by side need {n} devices and {rounds} rounds each, as the "
-                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Add empty "
-                "rounds, {}, to the tables that have fewer."
+                f"{name}: each of the tables side by side needs {n} devices, and {rounds} rounds "
+                f"as the first table has; one has {table.n} devices and {len(table.rounds)} "
+                "rounds. Add empty rounds, {}, to the tables that have fewer."
             )
 
 

@@ -211,8 +211,8 @@ REPEATED = {  # kind: the numbers, the harm and the cure
     ),
     "counted-on-a-device": (
         "numbers made of 0, 1, 2, ... on each device",
-        "the count begins anew on each of {size} devices, so all devices get the first positions, "
-        "or the first heads.",
+        "the count starts again at 0 on each of {size} devices, so all devices get the first "
+        "positions, or the first heads.",
         "Count in the whole dim: context.positions(tokens, axis) for tokens; for heads or units, "
         "add jax.lax.axis_index(axis) * n, where n is the number of them on one device.",
     ),
