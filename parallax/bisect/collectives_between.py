@@ -116,7 +116,7 @@ def before_result(program: Jaxpr, place: int) -> ProgramSlice:
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
-    """Returns a jaxpr as a `_Body`. `parent` is the body around the jaxpr, and `eqn` the equation of
+    """Returns a jaxpr as a `_Body`. `parent` is the body around it, and `eqn` is the equation of
     `parent` that runs it. Both are None for the whole program."""
     calls = () if parent is None else (*parent.calls, id(eqn))
     makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}

@@ -262,9 +262,8 @@ class _Operation:
         by_source = {part.source: part for part in parts}
         if different := [part for part in parts if part != by_source[part.source]]:
             part = different[0]
-            self._mistake(
-                mistakes.parts_of_a_split_dim, self.node, part.aval, part.source[2], split
-            )
+            _, _, dim = part.source  # the program, the number of its value, and the dim's index
+            self._mistake(mistakes.parts_of_a_split_dim, self.node, part.aval, dim, split)
             parts = frozenset()
         within = NO_AXES.union(*(dim.within for dim in dims))
         rows = any(dim.rows for dim in dims)
