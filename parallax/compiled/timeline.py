@@ -111,7 +111,7 @@ def of(
     program = hlo.module(text)
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
-    waits: Counter[str] = Counter()
+    waits: Counter[str] = Counter()  # the seconds of waiting, by the source line that sends
     total = replay.run(1.0, events=events, waits=waits)
     # The sets of axes along which messages go, such as "data x tensor", in the order of their first
     # messages.
