@@ -76,7 +76,7 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     def alternative(leaf):
         """Returns a value that, for XLA, may differ from `leaf`.
 
-        If XLA knew that the two are equal, it would remove the `jnp.where` that selects one.
+        If XLA knew that both are equal, it would remove the `jnp.where` that selects one of them.
         """
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex

@@ -4,12 +4,12 @@ Run forwards, a table is a scatter: partial sums travel to their devices. Run ba
 gather: blocks travel from their devices. Each table carries its own share of the array. A message
 is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
 
-The devices form a box, such as `(2, 8)`. An *offset* is a place in it relative to this device: a
-`Point`, which has one number for each dim of the box. This device is at `route.home`, offset 0, and
-`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
-offset of the device that owns it. A round of a `Route` is {step: offsets}. `offset_after(o, step)`
-is offset o after a hop of `step`, and `offset_after(o, step, k)` after k hops. `pairs(step)` are the
-hop's (sender, receiver), swapped with `back=True`.
+The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
+It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
+`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by
+the offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
+`offset_after(o, step)` in a hop of `step`, and `offset_after(o, step, k)` in k hops. `pairs(step)`
+are the hop's (sender, receiver), swapped with `back=True`.
 
 Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
 that just arrived, as in a ring. A long chain becomes a loop, so that its compile time does not grow
@@ -258,8 +258,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
     A trip (iteration) is one hop: each table passes on the blocks that it just received, and the
     arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
-    the offset of their owners. `write`, `result` and `dim` are as in `gather`: for example,
-    `write(result, table, j, block)` returns `result` with device j's block.
+    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
+    `write(result, table, j, block)` returns `result` with device j's block written into it.
 
     A gather runs backwards: the rounds that stand before the chain in the table run after it, and
     send the same blocks again. So if there are such rounds, all blocks are also kept in stacks: one
