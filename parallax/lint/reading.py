@@ -179,8 +179,8 @@ class Reading:
         # backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
         # `results` have the facts about each result as a whole, `dims` those about its dims, and
-        # `origins` those about what it was computed from: a dict of fields. A gather that puts
-        # blocks in a wrong order, which `origin_facts` notes, is a mistake in the backward pass too.
+        # `origins` those about what it was computed from: a dict of fields. `origin_facts` notes
+        # gathers that put blocks in a wrong order, a mistake in the backward pass too.
         dims = dims_after(program, node, inputs, self.map.sizes, note_in_forward)
         origins = self.map.origin_facts(program, node, inputs, note)
         return [

@@ -235,9 +235,10 @@ class _Operation:
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of a `gather`, a lookup of rows in a table. It has the
-        dims of the array of ids, without the last dim (the numbers of one id), and those of a row.
+        dims of the array of indices, without the last (the numbers of one index), and those of a
+        row.
         """
-        table, ids = inputs
+        table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -249,12 +250,13 @@ class _Operation:
         # In its shard of a table, a device looks up rows by their indices in the shard: counting
         # them on the device is no mistake.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
-        dims_of_ids = (
-            dim._replace(counted=dim.counted and not is_local) for dim in self._dims(ids, place=1)
+        dims_of_indices = (
+            dim._replace(counted=dim.counted and not is_local)
+            for dim in self._dims(indices, place=1)
         )
-        # The result's dims `offset_dims` are those of a row, and the others those of the ids.
+        # The result's dims `offset_dims` are those of a row, and the others those of the indices.
         rank = range(len(self.shapes[0]))
-        dims = (next(in_row if i in numbers.offset_dims else dims_of_ids) for i in rank)
+        dims = (next(in_row if i in numbers.offset_dims else dims_of_indices) for i in rank)
         return Value(dims=tuple(dims))
 
     # Operations that join values
@@ -273,7 +275,7 @@ class _Operation:
             part = different[0]
             _, _, dim = part.source  # id(program), the id of the value, and the dim's index
             self._mistake(mistakes.parts_of_a_split_dim, self.node, part.aval, dim, split)
-            parts = frozenset()
+            parts = frozenset()  # so that the next operation does not note the mistake again
         within = NO_AXES.union(*(dim.within for dim in dims))
         rows = any(dim.rows for dim in dims)
         drawn = any(dim.drawn for dim in dims)
