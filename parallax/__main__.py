@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line. The options that it returns have the function of the
-    command as `run`."""
+    """Returns the parser of the command line. The parsed options have an attribute `run`: the
+    function of the command."""
     top = argparse.ArgumentParser(prog="parallax", description=DESCRIPTION, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"parallax {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")

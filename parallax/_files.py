@@ -24,8 +24,8 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     """Opens the regular file at `path` for reading, without a buffer. In an error message, `what`
     describes the file that was needed.
 
-    Raises `ValueError` for anything else: a read from a pipe may wait forever, and a device may
-    have no end. Raises `OSError` as `open` does.
+    Raises `ValueError` if `path` is no regular file: a read from a pipe may wait forever, and a
+    device may have no end. Raises `OSError` as `open` does.
     """
     try:
         file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115  (the caller closes it)

@@ -13,12 +13,13 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """Returns the `numbers` as Python's integers, in their order. `where` begins the error message.
+    """Returns the values of the keyword arguments `numbers` as Python's integers, in their order.
+    `where` begins the error message.
 
     NumPy's integers are accepted; 1.0 is not.
 
     Raises:
-        ValueError: one of the `numbers` is no integer; the message has its name.
+        ValueError: one of the values is no integer; the message has the name of the argument.
     """
     integers = []
     for name, value in numbers.items():

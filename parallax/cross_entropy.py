@@ -42,11 +42,11 @@ def mean(
 
     It holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the table's size: its
     gradient, and a block's term of the gradient. Each block reads and writes both once; with blocks
-    of some hundred tokens that takes no noticeable time. A block sends as much as
-    `tensor.cross_entropy` of its tokens.
+    of a few hundred tokens, this takes no noticeable time. For each block, a device sends as many
+    bytes as `tensor.cross_entropy` does for the tokens of the block.
 
-    The cotangent of `x` is this device's term of a sum: the `tensor.copy_to` before `mean` adds the
-    terms. There is no forward-mode derivative.
+    The cotangent of `x` is this device's term of a sum: the backward pass of the `tensor.copy_to`
+    before `mean` adds the terms. There is no forward-mode derivative.
 
     Args:
         x: the input of the head, after `tensor.copy_to`.

@@ -3,8 +3,8 @@
     hardware.A100                                  # a record: the figures of one device
 
 Figures are for one device (a TPU chip) and for one direction of a link. GB are 10^9 bytes, but 2^30
-for the memory of a TPU. The figures were written down before the first estimate, and were not tuned
-afterwards. Sources:
+for the memory of a TPU. The figures were written down before any time was estimated with them, and
+were not changed afterwards to fit measurements. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
@@ -19,12 +19,14 @@ afterwards. Sources:
   Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a v5p
   and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the book's
   90 GB/s for all three.
-* A TPU's clock turns the cycles of its compiler into seconds. Up to v5p, the clock is the rate of
-  products, divided by the operations per cycle: 2 x 128 x 128 for each of the 4 matrix units of a
-  core. From v6e on, the number of units is not stated, and the table has the 1.75 GHz of a v5p.
+* The compiler for a TPU states its estimates in cycles; the clock turns them into seconds. Up to
+  v5p, the clock is the rate of products, divided by the operations per cycle: 2 x 128 x 128 for
+  each of the 4 matrix units of a core. From v6e on, the number of units is not stated, and the
+  table has the 1.75 GHz of a v5p.
 * Assumed shares of the stated figures: large products reach 0.75 of the rate. In the replay of a
-  compiled program, passes over a GPU's memory reach 0.9, and NVLink 0.8. A TPU's program needs no
-  such shares, since the compiler states the cycles of products and passes.
+  compiled program, operations that only read and write a GPU's memory reach 0.9 of its bandwidth,
+  and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares, since the compiler
+  states the cycles of products and of other operations.
 """
 
 import dataclasses
@@ -55,8 +57,8 @@ class Hardware:
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
         clock: the cycles per second; 0 if the compiler states no cycles.
-        fresh: the seconds per byte of temporaries that a step spends to get new memory from the
-            system; 0 if the steps keep their memory.
+        fresh: the time to get new memory from the system, in seconds per byte of a step's
+            temporaries; 0 if the steps keep their memory.
         short: the bytes of a number in `bfloat16` or `float16`: 2, or 4 if the compiler widens such
             numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
@@ -123,9 +125,10 @@ class Hardware:
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     """Returns the record of a GPU.
 
-    `memory` is in GB, `rate` and `full_rate` are in 10^12 operations per second, and `bandwidth`,
-    `nvlink` and `network` are in GB per second. `nvlink` is the rate of all links of a device
-    inside a machine, and `network` is its rate between machines.
+    `memory` is in GB. `rate` is of products in 16 bits and `full_rate` of products of float32
+    arrays, in 10^12 operations per second. `bandwidth`, `nvlink` and `network` are in GB per
+    second. `nvlink` is the rate of all links of a device inside a machine, and `network` is its
+    rate between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.

@@ -12,7 +12,7 @@ facts `first | second`. A value that is computed from several operands has the f
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
 masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
 and `alone` those on which it depends through a chain of operations without a collective. `met` has
-the arguments that were combined with data before any collective.
+those that were combined with data in such a chain.
 """
 
 import functools
@@ -69,9 +69,11 @@ COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Returns a jaxpr without the values of its constants.
+    """Returns the jaxpr inside a closed jaxpr, without the values of its constants; returns any
+    other jaxpr unchanged.
 
-    JAX 0.12 does not tell closed jaxprs from others; there the jaxpr is returned unchanged.
+    JAX 0.12 has only one class of jaxprs, whose attribute `jaxpr` is the jaxpr itself. There it is
+    returned with its constants.
     """
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
@@ -99,8 +101,8 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     calls none.
 
     It is the equation's only jaxpr, with as many arguments and results as the equation has operands
-    and results. Only their numbers are compared, so the body of a `scan` is returned too. Callers
-    that must exclude it test the primitive's name first.
+    and results. Only these counts are compared, not the types, so the body of a `scan` is returned
+    too. Callers that must exclude it test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -147,7 +149,7 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
     A collective of this library holds Python functions instead of a jaxpr, so it is traced here,
-    outside of any mesh (None).
+    with None as the mesh.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -168,8 +170,9 @@ class Reach(NamedTuple):
         at_all: the arguments that the value depends on at all.
         alone: the arguments that the value depends on through a chain of operations without a
             collective.
-        met: the arguments that were combined with data before any collective, as a weight is in a
-            matmul.
+        met: the arguments that were combined with data in such a chain, as a weight is in a matmul.
+            They are a part of `alone`: a later collective, such as a sum of partial products over
+            devices, ends the chain.
     """
 
     at_all: int = 0
@@ -186,8 +189,9 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether, on some path to the result, the argument is combined with data before any
-            collective. On that path the shards of other devices are not used.
+        unsent: whether a chain of operations without a collective leads from the argument to the
+            result, and combines the argument with data. Such a chain does not use the shards of
+            other devices.
     """
 
     reached: list[bool]
@@ -198,7 +202,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """Returns, for each result of a program, its dependence on the arguments.
 
     A `Uses` has two bools for each argument: whether the result depends on it (`reached`), and
-    whether it is combined with data before any collective (`unsent`).
+    whether it does so by a chain without a collective that combines it with data (`unsent`).
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
@@ -211,7 +215,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """
     count = len(opened(closed).invars)
     # Bit i of a mask stands for argument i. The bit after the last argument stands for the
-    # constants that differ between devices.
+    # constants that differ between devices. They count as data: an argument that is combined with
+    # them is `met`. `bits` drops their bit from the result.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
@@ -370,9 +375,9 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int):
-        """Begins with no argument passed on. `data` is the mask of the arguments that are data.
-        `of_constants` is the mask with the bit for constants that differ between devices; they
-        count as data too."""
+        """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
+        arguments that are data. `of_constants` is the mask with the bit for constants that differ
+        between devices; they count as data too."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.passed_on = 0
@@ -385,8 +390,8 @@ class _Ways(FollowingAlong):
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
-        # A collective joins the value with the parts of other devices. Its result depends on no
-        # argument without a collective, so `alone` and `met` are empty.
+        # A collective joins the value with the parts of other devices. It ends all chains without a
+        # collective, so `alone` and `met` become empty. If `alone` is empty, `met` is empty too.
         if joined.alone and self.is_sent(eqn):
             if name == "ppermute":
                 self.passed_on |= joined.alone
@@ -394,8 +399,7 @@ class _Ways(FollowingAlong):
         # Only arrays count as combined with each other, not scalars.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
-        # A value that is the same on all devices, such as the condition of `cpu.sequence_after`,
-        # cannot depend on one device's share alone.
+        # A value that is the same on all devices cannot depend on one device's share alone.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:

@@ -1,11 +1,12 @@
-"""The number of devices on each mesh axis, and the parts of a batch: a frozen record.
+"""A frozen record of the number of devices on each mesh axis, the number of microbatches, and the
+other choices of a parallel run.
 
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-This file imports nothing of the core. `models.recipe` builds a run from a layout, and `validate`
-refuses sizes that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of
-each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
+This file does not import the modules that use JAX. `models.recipe` builds a run from a layout, and
+`validate` refuses sizes that do not fit. Each thing that is wrong is a *fault*. `DEFAULTS` has the
+default of each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
 `BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's text, or None if
 there is no fault.
 """
@@ -47,7 +48,7 @@ class Layout:
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
     | a pipeline's slots before the first write | zeros | not initialised | not initialised |
 
-    The two kernels of attention keep no scores.
+    The kernels `cudnn_attention` and `attention` do not store the scores.
 
     Args:
         data: replicas, among which the batch is split.
@@ -58,7 +59,7 @@ class Layout:
             a group, and then each device's share of them (1/n, for n devices in a group) is reduced
             between groups.
         expert: devices among which each layer's experts are split; tokens travel to their experts.
-            Otherwise the axis behaves like `data`: its devices take different sequences. ZeRO
+            In all else the axis behaves like `data`: its devices take different sequences. ZeRO
             splits its state only over `data` and `context`. See `parallax.experts`.
         context: devices among which the tokens of each sequence are split; attention passes the
             keys and values around these devices. See `parallax.context`.
@@ -73,15 +74,16 @@ class Layout:
         precision: the type that the model computes in. With `full` it is the type of the
             parameters; with `bfloat16` or `float16` the model computes with copies of the
             parameters in that type.
-        remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
-            gathered over devices; `attention`; or all values except the results of matmuls with
-            weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.
+        remat: the values that the backward pass recomputes. `none`: nothing. `gathers`: the values
+            that were gathered over devices. `attention`: the attention. `products`: all values but
+            the results of matmuls with weights. `block`: all but each block's input. `stage`: all
+            but each stage's input. See `parallax.remat`.
         schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (interleaved, if there are
             chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
-            hold fewer microbatches in flight, and allow no ring inside a stage. The default allows
-            chunks, and any collectives and recomputation in a stage. Other schedules refuse some of
-            these, or are slower with them. docs/pipeline.md has the measured times of all
-            schedules.
+            hold fewer microbatches in flight than the others, and allow no collectives by `ring`
+            inside a stage. The default allows chunks, and any collectives and recomputation in a
+            stage. Other schedules refuse some of these, or are slower with them. docs/pipeline.md
+            has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -239,8 +241,8 @@ class Layout:
             layout.check(config.sizes | {"batch": 64, "devices": 8})
 
         Args:
-            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens and batch; and
-                experts, devices and processes, if these are known.
+            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
+                and batch; and experts, devices and processes, if these are known.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -283,13 +285,13 @@ class Layout:
             wording: how an error writes its proposal; by default as the whole corrected text.
 
         Raises:
-            ValueError: a part that is not `name=value`, an unknown name or value, a name twice; or
-                as `Layout` does.
+            ValueError: a part is not `name=value`, a name or a value is not known, or a name is
+                given twice; or the fields do not make a valid layout.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
         # `misread` are the sentences for parts that could not be read as they are. `_known_name`
         # adds one for an unknown name, for which it returns the name of closest spelling. A part
-        # without a value gets one, too, but only for the proposal.
+        # without a value gets a value, too, but only for the proposal.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -336,9 +338,9 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
-        `misread` are the sentences for faults of the text. In `written`, names and values are
-        already corrected for the proposal. The layout must fit `sizes`, those of a model and a
-        batch. `wording` is the form of the proposal in the message.
+        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
+        and values already corrected as the message will propose them. The layout must fit `sizes`,
+        those of a model and a batch. `wording` is the form of the proposal in the message.
         """
         # The first fault of the text, if there is one, begins the message.
         message = validate.refusal(

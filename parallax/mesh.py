@@ -137,10 +137,10 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too; it turns Python numbers
-    into arrays. The returned function may also be called inside a jitted program. Each argument is
-    first laid out as its spec says, wherever it was. Results lie on `mesh`; under `jax.set_mesh`,
-    their axes have the types (Auto or Explicit) of that mesh.
+    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (It would turn Python
+    numbers into arrays.) The returned function may also be called inside a jitted program. Each
+    argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
+    `jax.set_mesh`, their axes have the types (Auto or Explicit) of that mesh.
 
     Args:
         f: a function of local blocks; it names the axes along which it communicates.
@@ -236,7 +236,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """Returns `arrays`; those that `shard_map` may refuse are first laid out as `specs` say.
 
     On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes it refuses
-    arrays with another layout. JAX 0.12 cannot lower an array of an Explicit mesh on an Auto mesh.
+    arrays with another layout. With JAX 0.12, a program on an Auto mesh that gets an array of an
+    Explicit mesh cannot be lowered, so such arrays are laid out first too.
     """
 
     def leaf(array, spec):
@@ -277,7 +278,8 @@ class Moved(NamedTuple):
 
 
 def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
-    """Returns `tree` on the devices of `mesh`, split as `specs` (a tree prefix) says.
+    """Returns `(tree, bytes)`: `tree` on the devices of `mesh`, split as `specs` (a tree prefix)
+    says, and the number of bytes that had to be moved, summed over devices.
 
     The arrays may be on any devices of this process. `move` changes the layout of a model without a
     disk, for example from training to generation: the axes and the number of devices may differ.
@@ -302,7 +304,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
     """Returns the bytes of `leaf` that must be moved, summed over devices.
 
-    A device needs its part by `sharding`; the part of `leaf` that it has already is not moved.
+    A device needs the part of `leaf` that `sharding` gives it. What it has of this part already is
+    not moved.
     """
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):

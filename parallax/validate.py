@@ -258,8 +258,8 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         # No cures, since the layout cannot change the machine: the sentence says what to do.
         yield Fault(
             f"Layout: each process must have as many devices as the others; the run has {devices} "
-            f"devices and {processes} processes. Start {closest_divisor(devices, processes)}, or "
-            f"take {more_devices} devices.",
+            f"devices and {processes} processes. Start {closest_divisor(devices, processes)} "
+            f"processes, or use {more_devices} devices.",
             (),
         )
 
@@ -455,7 +455,10 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         )
     processes = sizes.get("processes", fields["processes"])
     if processes != fields["processes"]:
-        needed = f"Layout: it is for processes={fields['processes']}, and the run has {processes}."
+        needed = (
+            f"Layout: it has processes={fields['processes']}, and the run has {processes} "
+            "processes."
+        )
         yield Fault(needed, ({"processes": processes},))
 
 

@@ -4,11 +4,12 @@ A *tap* is an equation that reports a value. Its `mark` has its path, which name
 model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
 backward through the equations from one value to the nearest taps.
 
-A *body* is a jaxpr with the body that contains it (`parent`), the equation of the parent that runs
-it (`eqn`), and the equation that makes each of its variables (`makers`). `jaxprs.inner(eqn)`
-returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the jaxpr of the function that an
-equation calls, or None. `jaxprs.every(jaxpr)` yields the equations of a jaxpr and of all jaxprs in
-it.
+A *body* is a record of a jaxpr and its place in the program: the body around it (`parent`), the
+equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around it (`calls`, which
+tell apart several calls of one jaxpr), and the equation that makes each of its variables
+(`makers`). `jaxprs.inner(eqn)` returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the
+jaxpr of the function that an equation calls, or None. `jaxprs.every(jaxpr)` yields the equations of
+a jaxpr and of all jaxprs in it.
 """
 
 import itertools
@@ -68,12 +69,12 @@ class ProgramSlice(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """A jaxpr with its surroundings.
+    """A jaxpr and its place in the program.
 
     Attributes:
         jaxpr: the jaxpr.
         parent: the body that contains it; None for the whole program.
-        eqn: the equation of the parent that contains it.
+        eqn: the equation of the parent that runs it.
         calls: the ids of the equations around it, the outermost first. JAX may use one jaxpr for
             several calls; these ids tell the bodies of the calls apart.
         makers: the equation that makes each of its variables.
@@ -87,9 +88,9 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the part of a program between all taps of this path and way, and the taps before
-    them. This part computes the values of these taps. With `numbers`, it also computes the indices
-    of the microbatch and of the layer that the taps report.
+    """Returns the part of a program that computes the values at the taps with this `path` and this
+    `way`, from the nearest taps before them. With `numbers`, this part also computes the numbers of
+    the microbatch and of the layer that the taps with this path report.
     """
     # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()
@@ -115,8 +116,8 @@ def before_result(program: Jaxpr, place: int) -> ProgramSlice:
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
-    """Returns a jaxpr as a `_Body`: with the body `parent` that contains it and the equation `eqn`
-    of the parent that runs it. Both are None for the whole program."""
+    """Returns a jaxpr as a `_Body`. `parent` is the body around it, and `eqn` is the equation of
+    `parent` that runs it. Both are None for the whole program."""
     calls = () if parent is None else (*parent.calls, id(eqn))
     makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}
     return _Body(jaxpr, parent, eqn, calls, makers)
@@ -124,7 +125,7 @@ def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
 
 def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
     """Yields a jaxpr and all jaxprs inside it, as bodies, the outer ones first. `parent` is the
-    body that contains the jaxpr, and `eqn` the equation that runs it."""
+    body around the jaxpr, and `eqn` is the equation of `parent` that runs it."""
     body = _body(jaxpr, parent, eqn)
     yield body
     for inner_eqn in jaxpr.eqns:
@@ -148,7 +149,8 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps, collectives and functions."""
+        """Returns the collected taps and collectives, the functions that made the equations, and
+        the callers of these functions."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -174,10 +176,11 @@ class _SliceReader:
         """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
         each with its body. The search goes on from these operands.
 
-        There are three kinds of equations. A tap ends the search, unless it is LINEAR: it is
+        There are three kinds of equations. A tap whose way is not LINEAR ends the search: it is
         collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
-        search goes on in its jaxpr, from the result that becomes `atom`. Of any other equation the
-        functions and the collectives are collected, also those of the equations inside it.
+        search goes on in its jaxpr, from the result that becomes `atom`. Of any other equation, the
+        Python functions that made it and the collectives that it runs are collected, and so are
+        those of the equations inside it.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -217,9 +220,9 @@ class _SliceReader:
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
         """Returns the variables on which `atom`, an input of `body`, depends, each with its body.
 
-        The first is the operand that the equation around `body` passes as `atom`. The carry of a
-        `scan` also depends on the carry of the trip before, which is a result of `body`. The list
-        is empty for an argument of the whole program and for a constant.
+        The list has the operand that the equation around `body` passes as `atom`. If `atom` is the
+        carry of a `scan`, it also has the carry of the trip before, which is a result of `body`.
+        The list is empty for an argument of the whole program and for a constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -312,9 +315,10 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Returns the text " in LINE for LINE": the line that called a collective, and the line of the
-    model that led to this call. The first line may be in the package itself, as in `tensor.py`. The
-    text has one line if both are the same, and is "" if neither is known.
+    """Returns the text " in A for B": A is the source line that called a collective, and B is the
+    source line of the model that led to this call. A may be in the package itself, as in
+    `tensor.py`. If B is unknown or is the same line as A, the text is " in A". If A is unknown too,
+    the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
     # Files directly in the package's folder, such as tensor.py, are no models. Files in its folder
@@ -331,7 +335,8 @@ def _caller(eqn: JaxprEqn) -> str:
 
 
 def _short(file_name: str) -> str:
-    """Returns a file's name: for a file of this package with its folders, as "parallax/zero.py"."""
+    """Returns a file's name without its folders. For a file of this package, the name includes the
+    package's folders, as in "parallax/zero.py"."""
     if file_name.startswith(_PACKAGE):
         return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
     return os.path.basename(file_name)

@@ -2,9 +2,9 @@
 
 A *tap* reports a value inside a model. A `Record` has the values of a run. The `Key` of a value has
 the path of its tap, its layer, and its `way`: argument, forward pass, backward pass, after the
-backward pass, or result. Devices may have copies of one value, which should be equal. `copies` are
-the mesh axes along which such copies differ; `differs` of a `Value` has the largest difference
-along each of these axes.
+backward pass, or result. Devices may have copies of one value, which should be equal. If they are
+not, `Value.differs` has the largest difference along each mesh axis along which the copies differ.
+A variable `copies` has the axes along which they differ by more than is allowed.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,9 +36,10 @@ class Difference(NamedTuple):
         microbatch: the microbatch of the second run that the number belongs to; None if the value
             has no rows of the batch.
         diagnosis: the kind of mistake that the two values suggest.
-        after: the last values before this one, which are equal in both runs.
-        program_slice: the collectives and functions between those values and this one, in the
-            second run's program; None if that run has no program.
+        after: the names of the last values that are equal in both runs. The first value that
+            differs comes after them.
+        program_slice: the collectives and functions between those values and the value that
+            differs, in the second run's program; None if that run has no program.
     """
 
     key: Key
@@ -54,11 +55,13 @@ class Difference(NamedTuple):
 
     @property
     def collectives_between(self) -> tuple[str, ...]:
-        """The collectives between the last equal values and this one, the nearest first."""
+        """The collectives between the last equal values and the first value that differs. The
+        collective that is nearest to the value that differs comes first."""
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: the numbers, the diagnosis, and the code between."""
+        """Returns the difference as text: the numbers, the diagnosis, and the code between the last
+        equal values and the value that differs."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "
@@ -110,8 +113,8 @@ def compare(
     The arguments are compared first, then the forward pass, the backward pass and the results.
 
     Args:
-        run_a: the run that is right, such as one on one device: a `Record`, or an argument of
-            `record`.
+        run_a: the run that is right, such as one on one device: a `Record`, or a
+            function that `record` takes as `run`.
         run_b: a run in another layout, of another commit, or in another precision.
         bound: the allowed |a - b|, relative to the largest |a| of the value: one number, or one
             for each value, as `rounding` returns them.
@@ -146,13 +149,14 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits, such as bfloat16: `times` the value's
-    rounding error. Errors below the median of all errors count as the median.
+    """Returns a bound for each value of a run in low precision, such as bfloat16: the value's
+    rounding error, multiplied by `times`. An error below the median counts as the median of all
+    errors other than 0: with the many exact values, the median could be 0.
 
     Args:
-        exact: a run in more bits, on one device.
-        rounded: the same run in few bits, on one device. Compare another layout in few bits with
-            `exact`, under these bounds.
+        exact: a run in higher precision, on one device.
+        rounded: the same run in low precision, on one device. Then compare a run of another layout
+            in low precision with `exact`, under these bounds.
         times: a factor, since another layout sums in another order, which rounds differently.
         options: the options of `record`.
     """
@@ -170,8 +174,8 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value, such as an optimizer's moments: its way and the first fields of
-    its path. Values of one kind have numbers of comparable size.
+    """Returns the kind of a value: the key's `way` and the first fields of its path. The moments of
+    an optimizer are one kind, for example. Values of one kind have numbers of similar magnitude.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -180,15 +184,16 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each value that both runs have, the largest |a - b| divided by the value's size.
+    """Returns, for each value that both runs have, the largest |a - b| divided by a magnitude.
 
-    The size is the largest |a|, or `SMALL` times the largest number of the value's kind if that is
-    larger. The result is infinite if the shapes differ, or if whole numbers differ at all.
+    The magnitude is the largest |a| of the value, or `SMALL` times the largest |a| among all values
+    of the same kind, if that is larger. The result is infinite if the shapes differ, or if whole
+    numbers differ at all.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
-        size = float(np.nanmax(np.abs(value.whole), initial=0))
-        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), size)
+        largest_of_value = float(np.nanmax(np.abs(value.whole), initial=0))
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_of_value)
     differences = {}
     for key in a.values:
         if key in b.values:

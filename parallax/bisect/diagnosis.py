@@ -27,8 +27,9 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data". It is
-    the first guess that explains the wrong value, or "no known kind".
+    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data" if the
+    mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value, or
+    "no known kind".
 
     Args:
         right: the right value.

@@ -4,18 +4,20 @@ A device reports a block of the whole value, a term of a sum, or a copy. The spe
 JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
 places: if devices have copies of a value that is typed as varying, each has a term of the
 cotangent; if they have terms of a sum, each has a copy of the cotangent. A loss is a mean over
-equal parts of the batch, so the cotangents of one part are multiplied by 1 / parts.
+equal parts of the batch. A device reports the cotangents of the loss of one part, so this module
+multiplies them by 1 / parts.
 
 A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
-as `device`, the number of the microbatch (-1: no job) and of the layer (-1: none). For each of the
-dims `mark.placed`, `places` has the positions of the block's elements in the whole array. Its
-`mark` has the facts of the tap: `terms`, the axes along which devices have terms of a sum;
-`varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
-In them BATCH stands for all axes that split the rows of the batch.
+as `device`, the number of the microbatch (-1 on a pipeline stage that had none to compute) and of
+the layer (-1: none). For each of the dims `mark.placed`, `places` has the positions of the block's
+elements in the whole array. Its `mark` has the facts of the tap: `terms`, the axes along which
+devices have terms of a sum; `varying`, the axes along which the value is typed as varying; `dims`,
+the axes that split each dim. In `terms` and `dims`, BATCH stands for all axes that split the rows
+of the batch.
 
-A `_Form` tells how the blocks form a value: `rows` is the dim of the batch's rows, or None; `dims`
-are the axes that split each dim. Devices have different blocks along `block_axes`, and terms of a
-sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
+A `_Form` tells how the blocks form a value: `row_dim` is the dim of the batch's rows, or None;
+`dims` are the axes that split each dim. Devices have different blocks along `block_axes`, and terms
+of a sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
 """
 
 import dataclasses
@@ -147,6 +149,7 @@ def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
     path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns it into an
     error with the file's name."""
+    # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
@@ -213,7 +216,8 @@ def _put_together(
     """
     reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
-        # Without a job (-1), as in an idle tick of a pipeline, a device's value means nothing.
+        # A stage of a pipeline that has no microbatch to compute (-1) computes a value without a
+        # meaning.
         if report.microbatch >= 0:
             key = Key(report.mark.path, report.layer, report.way)
             reports_of.setdefault(key, []).append(report)
@@ -256,8 +260,9 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
-        """Returns the numbers of the phase, of the group in the trace, of the layer and of the tap.
-        The last three are negative for a cotangent, so that cotangents are sorted in reverse."""
+        """Returns the sort key of a value: the numbers of its phase, of its group of taps, of its
+        layer and of its tap. The last three are negative for a cotangent, so that cotangents are
+        sorted in reverse."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -271,7 +276,7 @@ class _Form(NamedTuple):
         names: the mesh's axes.
         sizes: the sizes of the axes.
         dims: for each dim, the axes that split it.
-        rows: the dim of the batch's rows; None if there is none.
+        row_dim: the dim of the batch's rows; None if there is none.
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
@@ -282,7 +287,7 @@ class _Form(NamedTuple):
     names: list[str]
     sizes: dict[str, int]
     dims: list[tuple[str, ...]]
-    rows: int | None
+    row_dim: int | None
     block_axes: set[str]
     summed: set[str]
     joined: bool
@@ -310,7 +315,7 @@ def _form(
         # lacks split nothing.
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
-    in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
+    row_dim = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
     # Devices have different blocks along the axes of the spec, and along axes on which they report
     # different positions.
     block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
@@ -321,11 +326,11 @@ def _form(
     # varying, its cotangent has terms.
     summed = set(mark.varying) - block_axes - terms if backward else terms
     # If no dim has the rows of the batch, each microbatch has a term of a cotangent or of the loss.
-    joined = in_rows is None and (backward or is_mean)
+    joined = row_dim is None and (backward or is_mean)
     # The loss is the mean over this number of equal parts of the batch.
     parts = math.prod(sizes[name] for name in mean_axes) * microbatches
     scale = 1 / parts if backward or is_mean else 1.0
-    return _Form(names, sizes, dims, in_rows, block_axes, summed, joined, scale, microbatches)
+    return _Form(names, sizes, dims, row_dim, block_axes, summed, joined, scale, microbatches)
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
@@ -333,7 +338,7 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     are put in their places, and copies are compared with the first of them."""
     copy_axes = [name for name in form.names if name not in form.block_axes | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
-    by_microbatch = form.rows is None and not form.joined
+    by_microbatch = form.row_dim is None and not form.joined
     # `blocks` has the copies of each block. Its key is the place of the block: the indices along
     # `block_axes`, and the microbatch. The key of a copy is its owner: the indices along
     # `copy_axes`, and the microbatch. -1 stands for all microbatches. A copy is the sum of its
@@ -342,9 +347,9 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
         place = [index[name] for name in form.names if name in form.block_axes]
-        place.append(-1 if form.rows is None else report.microbatch)
+        place.append(-1 if form.row_dim is None else report.microbatch)
         owner = (*(index[name] for name in copy_axes), report.microbatch if by_microbatch else -1)
-        copies, value = blocks.setdefault(tuple(place), {}), _wide(report.value)
+        copies, value = blocks.setdefault(tuple(place), {}), _as_float(report.value)
         if owner in copies:  # another term of the same sum
             value = np.asarray(copies[owner][0] + value)
         copies[owner] = value, report
@@ -363,7 +368,9 @@ def _whole(reports: list[Report], form: _Form) -> Value:
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)
-    rows = None if form.rows is None else (form.rows, reports[0].value.shape[form.rows])
+    rows = None
+    if form.row_dim is not None:  # the dim, and the number of rows of a microbatch on a device
+        rows = form.row_dim, reports[0].value.shape[form.row_dim]
     return Value(whole, differs, rows)
 
 
@@ -378,20 +385,21 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation (`jax.checkpoint`) a value is computed and reported again: only its first
-    report counts. The reports of a cotangent are added up. Some come from ticks of a pipeline
-    without a job; these are 0 and change nothing.
+    report counts. The reports of a cotangent are added up. A pipeline runs the backward pass of the
+    embedding also in ticks that have no microbatch for it: on microbatch 0, with a cotangent of 0.
+    These reports are 0, so they do not change the sum.
     """
-    by_job: dict[Any, Report] = {}
+    kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:
-        job = (report.device, report.microbatch)
-        if job not in by_job:
-            by_job[job] = report
+        key = (report.device, report.microbatch)
+        if key not in kept:
+            kept[key] = report
         elif report.way == BACKWARD:
-            by_job[job] = report._replace(value=by_job[job].value + report.value)
-    return by_job.values()
+            kept[key] = report._replace(value=kept[key].value + report.value)
+    return kept.values()
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _as_float(x: np.ndarray) -> np.ndarray:
     """Returns `x` as float32 or float64, since NumPy cannot compute with bfloat16."""
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)
 
@@ -419,8 +427,8 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
     """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
-    if form.rows is not None:
-        shape[form.rows] *= form.microbatches
+    if form.row_dim is not None:
+        shape[form.row_dim] *= form.microbatches
     # `report.places` has the positions along the dims `placed`, in the same order.
     for number, dim in enumerate(reports[0].mark.placed):
         shape[dim] = 1 + max(int(report.places[number].max(initial=0)) for report in reports)
@@ -440,7 +448,7 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
         block = 0  # the number of this device's block among those of the dim
         for axis in form.dims[dim]:
             block = block * form.sizes[axis] + index[axis]
-        if dim == form.rows:
+        if dim == form.row_dim:
             block = block * form.microbatches + report.microbatch
         is_placed = dim in placed
         places.append(report.places[placed.index(dim)] if is_placed else block * n + np.arange(n))
@@ -448,8 +456,9 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns a JAX array as a `Value`. Devices may have copies of a floating-point block. If such
-    copies differ, `differs` has the largest difference under the name "devices".
+    """Returns a JAX array as a `Value`. Devices may have copies of one block. If copies of a
+    floating-point block differ, `differs` has the largest difference under the name "devices".
+    Copies of whole numbers are not compared.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers
@@ -462,5 +471,5 @@ def _of_array(leaf: Any) -> Value:
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
         if block.dtype.kind in "fV":  # floating-point; V is a type that NumPy lacks, as bfloat16
-            off = max(off, relative(_wide(first), _wide(block)))
+            off = max(off, relative(_as_float(first), _as_float(block)))
     return Value(whole, {"devices": off} if off > 0 else {})

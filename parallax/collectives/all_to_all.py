@@ -1,7 +1,8 @@
 """An all-to-all whose blocks go straight to their devices, hop by hop.
 
-A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends the blocks of
-the devices that are `offsets` places after it to the device that is `step` places after it.
+A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends a message to
+the device that is `step` places after it. The message holds the blocks for the devices that are
+`offsets` places after the sender.
 
 `A[I_X, J]` is split along dim I over the n devices of axis X; `A[I, J_X]` along dim J.
 """
@@ -40,7 +41,7 @@ def straight(n: int) -> Route:
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of messages of `all_to_all`, by which `cost` computes its price.
+    """Returns the rounds of messages of `all_to_all`, by which `cost` computes its cost.
 
     A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
     number. `n` is a number of devices, or a tuple with the number on each of several axes;
@@ -65,17 +66,18 @@ def all_to_all(
         axis_name: the mesh axis, or several, in row-major order.
         split_axis: the dim that is distributed.
         concat_axis: the dim along which the received blocks are joined.
-        tiled: keep both dims (1/n and n times their size), instead of dropping one and adding one.
+        tiled: keep both dims: `split_axis` becomes n times smaller, `concat_axis` n times larger.
+            Otherwise `split_axis` is dropped, and a dim of size n is added at `concat_axis`.
 
     Raises:
-        ValueError: a leaf's `split_axis` has another size, or a leaf lacks one of the dims; or the
-            code does not run over `axis_name`.
+        ValueError: the size of a leaf's `split_axis` is not n (if `tiled`: no multiple of n), or a
+            leaf lacks one of the dims; or the code does not run over `axis_name`.
     """
 
     def leaf(x):
         """Returns one array after the exchange.
 
-        `linear_collective` states the transpose, so that JAX does not derive one hop by hop.
+        `linear_collective` states the transpose. Otherwise JAX would derive it hop by hop.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

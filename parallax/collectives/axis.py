@@ -1,4 +1,5 @@
-"""A mesh axis together with the collective algorithm along it: one argument, `axis`.
+"""A mesh axis together with the collective algorithm along it. Functions take both as one argument,
+`axis`.
 
     tensor.column(x, w, b, "tensor")          # a name, or a tuple of names: `jax.lax` is used
     tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name

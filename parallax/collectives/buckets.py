@@ -36,11 +36,11 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
     The values equal those of an `all_reduce` of each leaf, if the algorithm rounds a number's sum
     in the same way at any place in an array. Types and gradients are the same too. A bucket holds
-    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. An
-    unreduced or reduced leaf has its own bucket, and so has a leaf of `nbytes` or more. A bucket is
-    padded to a multiple of the number of devices, so that a ring need not copy it again. With
-    `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart from the
-    gradients: its magnitude would spoil their accuracy.
+    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. A
+    leaf that JAX types as `unreduced` or `reduced` along an axis has its own bucket, and so has a
+    leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
+    ring need not copy it again. With `quantized`, numbers of neighbouring leaves share a scale. So
+    reduce a loss apart from the gradients: its magnitude would spoil their accuracy.
 
     Args:
         axis: the axis, or its name. Its other collectives stay as they are.
@@ -82,8 +82,8 @@ def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[
     """Returns the buckets, each a list of the indices of its leaves.
 
     A bucket has one leaf, or several of at most `nbytes` together. Leaves share a bucket if they
-    have one dtype and vary along the same axes. A leaf that is unreduced or reduced along an axis
-    is alone: JAX does not join such arrays.
+    have one dtype and vary along the same axes. A leaf that JAX types as `unreduced` or
+    `reduced` along an axis is alone: JAX does not join such arrays.
     """
     # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
     buckets, open_buckets = [], {}
@@ -108,8 +108,8 @@ def _packed(leaves, axis_name):
     """Returns the leaves joined into one vector, padded to a multiple of the number of
     devices.
 
-    All have one dtype and vary along the same axes. Without the padding a ring would pad the vector
-    itself, and so copy it a second time.
+    All leaves have one dtype and vary along the same axes. Without the padding a ring would pad the
+    vector itself, and so copy it a second time.
     """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     # Typed as the leaves are: JAX joins only arrays that vary along the same axes.

@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Rounds that send the same messages, one after another.
+    """One or more consecutive rounds, each with the same messages.
 
     Attributes:
         times: the number of rounds.
@@ -131,8 +131,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
     Args:
         collective: a function of this library, or a `functools.partial` of one that sets its
             options.
-        nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
-            of the product.
+        nbytes: the bytes of the collective's argument on each device (for an all-gather, of one
+            block); for `matmul.matmul_reduce_scatter`, the bytes of the product.
         n: the number of devices on the axis, or on each of several axes.
         itemsize: the bytes of a number. An array is padded, with numbers of this size, to a
             multiple of n.
@@ -181,7 +181,8 @@ def rounds(
 def _rounds(function, size, n, itemsize, options):
     """Returns the rounds of a priced function, without empty rounds, and with equal ones joined.
 
-    `options` are its (name, value) pairs, which can be a key of the cache.
+    `options` are the function's options, as (name, value) pairs in a tuple: the cache of these
+    rounds needs arguments that can be hashed.
     """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
@@ -223,8 +224,8 @@ def total(rounds: Iterable[Round]) -> Cost:
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """Returns the numbers by which `seconds` multiplies a link's alpha, beta, gamma and start.
 
-    They are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round one
-    after another, they are (messages, sent, reduced, 1).
+    The numbers are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round
+    one after another, the numbers are (messages, sent, reduced, 1).
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1
@@ -232,9 +233,9 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """Returns the seconds: start + alpha hops + beta bytes + gamma reduced.
+    """Returns the seconds of a call: start + alpha hops + beta bytes + gamma reduced.
 
-    Through one port they are start + alpha messages + beta sent + gamma reduced.
+    Through one port the seconds are start + alpha messages + beta sent + gamma reduced.
     """
     # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))

@@ -30,8 +30,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     """Returns the tree `x`, which a CPU computes only after `after`; values and types do not
     change.
 
-    The result is differentiable in `x`. Random keys do not wait. Unreduced and reduced arrays do
-    not wait either, since JAX cannot index them.
+    The result is differentiable in `x`. Random keys do not wait, and neither do arrays that JAX
+    types as `unreduced` or `reduced`, since JAX cannot index them.
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
@@ -49,7 +49,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
-    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    """Returns whether a leaf is an array of numbers, not typed as `unreduced` or `reduced`."""
     # Random keys have an extended dtype: `_selected` cannot convert them to numbers.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
@@ -74,7 +74,10 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that, for XLA, may differ from `leaf`: else it would drop the `where`."""
+        """Returns a value that, for XLA, may differ from `leaf`.
+
+        If XLA knew that both are equal, it would remove the `jnp.where` that selects one of them.
+        """
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
         return jnp.zeros((), leaf.dtype) if is_float else ~leaf
@@ -85,8 +88,9 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
 def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Returns `x`, passed through a loop, so that `x` is computed only once.
 
-    XLA may compute a value again for each operation that uses it. It stores the result of a loop in
-    memory, and all users read it there. This costs two or three passes over `x`.
+    XLA may compute a value again for each operation that uses it, and round it differently each
+    time. But it stores the result of a loop in memory, and all operations read it there. This costs
+    two or three passes over `x`.
     """
     # Two trips, since XLA replaces a loop of one trip by its body. The second trip writes `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
@@ -95,7 +99,8 @@ def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x` after a loop that keeps XLA from fusing the last write of `x` with a later use.
 
-    The loop only writes the first number of `x` again.
+    If XLA fused them, it could round the numbers of this last write differently from the other
+    numbers of `x`. The loop only writes the first number of `x` again.
     """
     if not x.size:  # no number to write
         return x

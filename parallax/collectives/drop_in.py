@@ -91,9 +91,10 @@ def all_gather_leaf(
         return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
 
     def backward(cotangent):
-        """Returns the cotangent of this device's block, of `length` along `dim` of the result.
+        """Returns the cotangent of this device's block, from that of the gathered array.
 
-        `to` is the type of the gathered result along the axis.
+        The block has size `length` along dim `dim` of the gathered array. `to` is the type of the
+        gathered array along the axis.
         """
         # An invariant result has the whole cotangent on each device, so a device takes its slice.
         # Otherwise the devices have different cotangents, and their sum is scattered.
@@ -160,7 +161,7 @@ def is_key(x: Shaped[Array, "..."]) -> bool:
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:
-    """Returns `dim` counted from the front: it may be negative, as in `lax`.
+    """Returns `dim` counted from the front. The argument may be negative, as in `lax`.
 
     Raises `ValueError`, with the argument's `name`, if an array of this `rank` has no such dim.
     """
@@ -171,7 +172,7 @@ def dim_of(name: str, dim: int, rank: int) -> int:
         )
     if not -rank <= dim < rank:
         raise ValueError(
-            f"{name}={dim} needs an array of more dims than {rank}: use one of {list(range(rank))}."
+            f"{name}={dim} is no dim of an array of {rank} dims: use one of {list(range(rank))}."
         )
     return dim % rank
 

@@ -1,19 +1,19 @@
-"""The executor of routes: it runs several tables at the same time, forwards or backwards.
+"""Runs tables of messages, each a `Route`: several at the same time, forwards or backwards.
 
 Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
 gather: blocks travel from their devices. Each table carries its own share of the array. A message
 is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
 
-An *offset* (a `Point`: one number for each dim of the devices' box) is a place relative to this
-device, which is at `route.home`, offset 0:
-`route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
-of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
-offset o after a hop of `step`, `offset_after(o, step, k)` after k hops, and `pairs(step)` are the
-hop's (sender, receiver), swapped with `back=True`.
+The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
+It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
+`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by
+the offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
+`offset_after(o, step)` in a hop of `step`, and `offset_after(o, step, k)` in k hops. `pairs(step)`
+are the hop's (sender, receiver), swapped with `back=True`.
 
-Consecutive rounds in which each table sends on exactly the blocks that just arrived are a *chain*.
-A long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds
-are written out.
+Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
+that just arrived, as in a ring. A long chain becomes a loop, so that its compile time does not grow
+with the devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ def scatter(
     def take(table, offset):
         """Returns the partial sum for the device at an offset, and removes it from `sums`.
 
-        If none has arrived, it returns this device's own term.
+        If no partial sum has arrived for that device, it returns this device's own term.
         """
         if offset in sums[table]:
             return sums[table].pop(offset)
@@ -96,7 +96,8 @@ def gather(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> Any:
-    """Returns the result of `write(result, table, j, block)` for every device j's block in turn.
+    """Calls `result = write(result, table, j, block)` for every device j and every table, and
+    returns the last result.
 
     The device's own block is written first, then the other devices' blocks as they arrive.
 
@@ -136,10 +137,10 @@ def gather(
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    In each round of a chain after the first, a table sends on exactly the blocks that just arrived.
-    Or it sends nothing in the whole chain. At any other round a new chain begins.
+    From the second round of a chain on, a table passes on exactly the blocks that just arrived. Or
+    it sends nothing in the whole chain. Any other round begins a new chain.
     """
-    # `_hands_on` tells whether a round sends on, by the same step, the blocks of the round before.
+    # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):
@@ -148,7 +149,7 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` sends on, by the same step, the blocks of the round before.
+    """Returns whether round `number` passes on, by the same step, the blocks of the round before.
 
     Each of the two rounds must have one step. The result is also True if both send nothing.
     """
@@ -164,8 +165,8 @@ def _arrivals(
 ) -> list[tuple[int, Point, Any]]:
     """Sends round `number` of all tables, and returns the blocks that arrive.
 
-    Each is (table, offset of its owner, block). `take(table, offset)` gives the block to send,
-    which belongs to the device at that offset. Small blocks are joined along `dim`.
+    Each arrival is (table, offset of the block's owner, block). `take(table, offset)` gives the
+    block to send, which belongs to the device at that offset. Small blocks are joined along `dim`.
     """
     arrivals = []
     for table, route in enumerate(routes):
@@ -185,17 +186,17 @@ def _arrivals(
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """Runs a chain of a scatter as a loop, one hop per trip (iteration), and updates `sums`.
 
-    After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
-    `sums` are as in `scatter`.
+    After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
+    sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
+    them, or returns this device's term if there is none. `term(table, j)` returns this device's
+    term of device j's block. The blocks of one message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
         """Returns a function from a trip to the terms that this device adds to a table's message.
 
-        The table's first message holds the partial sums for the devices at `offsets`. `sums` are
-        partial sums from earlier chains, by table and offset. `take` removes and returns one of
-        them, or returns this device's term if there is none.
+        The table's first message holds the partial sums for the devices at `offsets`.
         """
         route = routes[table]
 
@@ -203,7 +204,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return [route.offset_after(offset, step, trips) for offset in offsets]
 
         def own_terms(trip):
-            """Returns the terms for the devices to which the sums that arrive in a trip belong."""
+            """Returns this device's terms of the sums that arrive in a trip."""
             arriving = offsets_after(trip + 1)
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
@@ -255,10 +256,14 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
     """Returns `result` after a chain of a gather, run backwards as a loop, and updates `copies`.
 
-    A trip (iteration) is one hop: each table sends on the blocks that it just received, and the
-    arriving blocks are written. The rounds before the chain run after it, since a gather runs
-    backwards, and send these blocks again. So if there are such rounds, all blocks are also kept in
-    stacks: one `[length, *block]` for each array of a message.
+    A trip (iteration) is one hop: each table passes on the blocks that it just received, and the
+    arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
+    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
+    `write(result, table, j, block)` returns `result` with device j's block written into it.
+
+    A gather runs backwards: the rounds that stand before the chain in the table run after it, and
+    send the same blocks again. So if there are such rounds, all blocks are also kept in stacks: one
+    `[length, *block]` for each array of a message.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -318,7 +323,7 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
     """Returns (table, step, offsets of the chain's first round) for each table that sends in it.
 
     That is enough for the whole chain: in each later round a table sends, by the same step, the
-    blocks that just arrived. Their offsets are the first ones after one hop more per round.
+    blocks that just arrived. The offsets are those of the round before, after one more hop.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -359,7 +364,7 @@ def _send(message, axis_name, pairs) -> list:
 
 
 def empty_like(
-    make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]
+    make: Callable[..., Any], shape: tuple[int, ...], block: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
@@ -375,22 +380,24 @@ def empty_like(
 
 
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Returns `x`, which XLA cannot recompute: the local copy equals the one that was sent.
+    """Returns `x`, which XLA cannot recompute: the `x` that a device uses has the same bits as the
+    `x` that it sends.
 
     XLA may compute a value once for the message, and again inside the operation that uses it
     locally. There it may fuse a product and a sum into one rounding. Then the last bit differs, and
     replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
-    removes the barrier, so a loop does it there.
+    removes the barrier, so on a CPU a loop takes its place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x`, whose blocks XLA cannot join inside the operation that uses them.
+    """Returns `x`, an array that a gather wrote block by block. XLA cannot fuse these writes into
+    the operation that uses `x`.
 
-    Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
-    blocks these are depends on the device, so replicas would drift apart. The CPU's compiler
-    removes a barrier, so a loop does it there.
+    Otherwise XLA may fuse a product and a sum into one rounding in some of the blocks only, such as
+    those written last. Which blocks these are depends on the device, so replicas would drift apart.
+    The CPU's compiler removes an optimization barrier, so on a CPU a loop takes its place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

@@ -1,4 +1,4 @@
-"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and prices.
+"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and computed costs.
 
     @algorithm
     def direct(n):
@@ -6,9 +6,9 @@
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-A table, a `Route`, is a list of rounds {step: offsets}: in a reduce-scatter, the blocks of the
-devices `offsets` places further on go to the device `step` places further on. Several tables may
-run side by side: each carries its own *share* of every block.
+A table, a `Route`, is a list of rounds {step: offsets}: in a reduce-scatter, the blocks that belong
+to the devices `offsets` places further on go to the device `step` places further on. Several tables
+may run side by side: each carries its own *share* of every block.
 """
 
 import functools
@@ -38,7 +38,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: Collective = lax.all_to_all
 ) -> Algorithm:
-    """Returns the algorithm whose table for n devices is `maker(n)`; also a decorator of makers.
+    """Returns an algorithm with the table `maker(n)` for n devices. It can be used as a decorator.
 
     ```python
     @collectives.algorithm
@@ -50,11 +50,13 @@ def algorithm(
 
     Its functions work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on trees of any
     dtype and shape, with the same replication types and derivatives. They work along one axis or
-    several. For an input of S bytes on each device, padded to a multiple of n numbers, a device
-    sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
-    all-reduce. The transpose of an all-reduce is free. The functions raise `ValueError` if a leaf
-    lacks the dim, if the dim's size is no multiple of n, or if the code runs in no `shard_map` over
-    the axis.
+    several. For an input of S bytes on each device, a device sends (n - 1)/n S in a
+    reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce, which pads an
+    array if needed. The transpose of an all-reduce is free.
+
+    The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
+    reduce-scatter also does so if a leaf lacks the dim `scatter_dimension`, or if n blocks cannot
+    be cut from it; the all-gather, if a leaf lacks the dim `axis`.
 
     Args:
         maker: gives the `Route` for n devices, or several that run side by side, each with a share
@@ -134,7 +136,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return all_reduce_leaves(x, axis_name, total)
 
     scatter_rounds, gather_rounds, all_reduce_rounds = _prices(tables_of)
-    # `priced` gives each function the rounds from which `cost` computes its price.
+    # `priced` gives each function the rounds from which `cost` computes its cost.
     return Algorithm(
         name,
         priced(all_reduce_rounds, f"{name}.all_reduce")(all_reduce),
@@ -148,9 +150,10 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 def _prices(tables_of):
     """Returns three functions that `cost.priced` takes: for reduce-scatter, gather and all-reduce.
 
-    Each takes (numbers of the array, devices, bytes of a number) and returns the rounds of
-    messages. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
-    `devices(n)` is their product.
+    Each takes (size, n, itemsize) and returns the rounds of messages. `size` counts the numbers in
+    one device's input, and `itemsize` is the bytes of a number. `n` is a number of devices, or a
+    tuple with the number on each of several axes; `devices(n)` is the number of all devices.
+    `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):
@@ -188,9 +191,9 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
-                f"{name}: tables side by side need {n} devices and {rounds} rounds each, as the "
-                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Add empty "
-                "rounds, {}, to the tables that have fewer."
+                f"{name}: each of the tables side by side needs {n} devices, and {rounds} rounds "
+                f"as the first table has; one has {table.n} devices and {len(table.rounds)} "
+                "rounds. Add empty rounds, {}, to the tables that have fewer."
             )
 
 
@@ -220,12 +223,13 @@ def messages(
             for step, offsets in sends.items():
                 count = len(offsets)
                 distance = tuple(-s for s in step) if back else step
+                # The permutes that send this message: one for each block if blocks are large.
                 pieces = pieces_of(count, nbytes[table])
                 in_round.append(Message(nbytes[table] * count, distance, pieces))
                 reduced += added[table] * count if added else 0
         # If the longest chain stays as long, the messages do not depend on the round before.
         waits = longest[number + 1] > longest[number]
-        rounds.append(Round(1, tuple(in_round), reduced, waits))
+        rounds.append(Round(times=1, messages=tuple(in_round), reduced=reduced, waits=waits))
     return rounds
 
 
@@ -243,8 +247,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
 
     def leaf(x):
         """Returns the sum of one array, computed by `total` and typed as invariant."""
-        # The result is cast to vary along the axis. Booleans are counted. Random keys, and
-        # replication types that `lax` refuses, raise an error.
+        # `check_summand` casts `x` to vary along the axis, unless it is unreduced there. Booleans
+        # are counted. Random keys, and replication types that `lax` refuses, raise an error.
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):  # no axis, so one device: the sum is `x`
             return x
@@ -252,8 +256,9 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
         def forward(x):
             return total(x, axis_name)
 
-        # It computes `forward(x)`, with `backward` as its transpose, and declares the result to be
-        # the same on all devices. JAX's own transpose would go through the hops of `total`.
+        # `linear_collective` computes `forward(x)`, with `backward` as its transpose, and declares
+        # the result to be the same on all devices. JAX's own transpose would go through the hops of
+        # `total`.
         return linear_collective(x, axis_name, forward=forward, backward=_unchanged, to="invarying")
 
     return leaf_by_leaf(leaf, x, axis_name)

@@ -1,10 +1,10 @@
 """Matrix products that overlap with their collective, hop by hop.
 
-If a gather ends before its product begins, the multipliers wait for the links. Here a device
-multiplies a block while the next blocks arrive from both neighbours. In a product before a scatter,
-partial sums travel from both sides to the device that owns them, and in each hop a block's product
-is added. The whole gathered operand, or the whole product before the scatter, never exists, neither
-forward nor backward.
+If a product begins only after its operand is gathered, the matrix units wait for the links. Here a
+device multiplies a block while the next blocks arrive from both neighbours. In a product before a
+scatter, partial sums travel from both sides to the device that owns them, and in each hop a block's
+product is added. The whole gathered operand, or the whole product before the scatter, never exists,
+neither forward nor backward.
 
 Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
 of one device's `[T_X, D]`. T_X: each device has 1/n of the rows (F_X: of F). {U_X}: each device has
@@ -48,9 +48,9 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Returns the table of a scatter in which each block goes home by the shorter way round.
+    """Returns the table of a scatter in which each block goes the shorter way to its owner.
 
-    The farthest blocks start first. A gather runs the table backwards.
+    The devices form a ring. The farthest blocks start first. A gather runs the table backwards.
     """
     # A round is {step: offsets}: the blocks of the devices `offsets` places further on go `step`
     # places on.
@@ -84,9 +84,9 @@ def all_gather_matmul(
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
     """Returns `x`, gathered along its dim `axis`, times `weight`.
 
-    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. It equals
-    `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
-    with one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
+    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. The result
+    equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
+    computed by one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
     transposed weight. Reverse-mode differentiation works to any order, also under `vmap`, `scan`
     and `checkpoint`; forward-mode does not work.
 
@@ -129,7 +129,7 @@ def matmul_reduce_scatter(
 ) -> Inexact[Array, "*scattered outputs"]:
     """Returns block i of the sum over devices of `x` times `weight`, on device i.
 
-    In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. It equals
+    In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. The result equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions. The whole product, before
     the sum, never exists. The partial sums that are sent have the type of `x`. The transpose in `x`
@@ -138,8 +138,8 @@ def matmul_reduce_scatter(
 
     Args:
         x: all rows, and this device's share of the inputs.
-        weight: `[*F, D]`; the inputs may have several dims, the last ones of `x`, as in
-            `tensor.row`.
+        weight: `[*F, D]`; the inputs may have several dims, as in `tensor.row`: these are the last
+            dims of `x`.
         axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
             a plain product.
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
@@ -156,7 +156,7 @@ def matmul_reduce_scatter(
         "matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1])
     )
     check_divides(
-        "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), True
+        "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), tiled=True
     )
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
@@ -236,7 +236,7 @@ def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
 def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     """Returns the gradients of `x`, [*batch, *F], and of the weight, [*F, D].
 
-    One gather of the cotangent, whose dim `dim` is split over the devices, gives both.
+    One gather of the cotangent, whose dim `dim` is split over the devices, gives both gradients.
     """
     x, weight = residuals
     # `transposed` is [D, *F]; `batch` is the number of dims of `*batch`.
@@ -290,9 +290,10 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 
 
 def _alike(x, weight, axis_name):
-    """Returns both operands as varying along the axis and along the axes of either operand.
+    """Returns both operands typed as varying along the same axes.
 
-    The transpose of this cast sums each gradient over the axes that its operand lacked.
+    These are `axis_name` and all axes along which one of the operands varies. The transpose of this
+    cast sums each gradient over the axes that its operand lacked.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
@@ -309,7 +310,10 @@ def _outer(x, y, batch: int):
 
 
 def _transposed(weight, inputs: int):
-    """Returns the weight as `[*outputs, *inputs]`; `inputs` counts its first dims, the inputs."""
+    """Returns the weight `[*inputs, *outputs]` as `[*outputs, *inputs]`.
+
+    `inputs` is the number of its input dims.
+    """
     return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
 
 

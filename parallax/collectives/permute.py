@@ -14,10 +14,10 @@ from parallax.collectives.types import AxisName, axes, axis_size
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
     """Returns the rounds of `send_next`, for `cost`: one round of one message, the whole array.
 
-    The array has `size` numbers of `itemsize` bytes. The price does not depend on the number of
+    The array has `size` numbers of `itemsize` bytes. The cost does not depend on the number of
     devices, `n`.
     """
-    return [Round(1, (Message(size * itemsize, (distance,)),))]
+    return [Round(times=1, messages=(Message(size * itemsize, (distance,)),))]
 
 
 @priced(_rounds_of_one_hop)
@@ -38,10 +38,10 @@ def send(
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and the number of each device in that order.
+    """Returns the axes in the mesh's order, and a list: the number of each device in that order.
 
-    The list is indexed by the number of the device in the order of `names`. `lax.ppermute` numbers
-    the devices in the mesh's order, whatever the order of the names.
+    Entry i of the list belongs to the device whose number is i in the order of `names`.
+    `lax.ppermute` numbers the devices in the mesh's order, whatever the order of the names.
     """
     if len(names) < 2:
         return names, list(range(axis_size(names)))

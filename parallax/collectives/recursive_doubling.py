@@ -57,8 +57,8 @@ def _messages(size, n, itemsize):
         adds = not (is_folded and number == len(hops) - 1)
         # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)
-        # One round of one message, and the bytes that its receiver adds.
-        rounds.append(Round(1, (Message(nbytes, step),), nbytes * adds))
+        # One round of one message; `reduced` is the bytes that its receiver adds.
+        rounds.append(Round(times=1, messages=(Message(nbytes, step),), reduced=nbytes * adds))
     return rounds
 
 
@@ -66,13 +66,14 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    In hop k device i exchanges its sum, all of `x`, with device i XOR 2**k; there are log2 p hops.
-    Both devices add the same two numbers, and a + b equals b + a to the last bit, so all devices
-    end with the same bits. Unless n is a power of two, there are 2 more hops. The n - p last
-    devices first send their terms to the front, and receive the result at the end. (Without this
-    first step, as in `halving`, there is one hop less, but each device adds in its own order.) The
+    p is the greatest power of two not above n. In hop k each device i of the first p and its
+    partner, device i XOR 2**k, send each other their partial sums, arrays like `x`; there are
+    log2 p hops. Both add the same two numbers, and a + b equals b + a to the last bit, so all
+    devices end with the same bits. Unless n = p, there are 2 more hops: at first the other devices
+    send their terms to the first devices, and at the end they receive the result. (One more hop
+    would be enough if each device added in its own order, but then the bits would differ.) The
     transpose is free. No `Route` describes this: a route sends each block away once, and here both
-    devices keep their sum.
+    partners keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 
@@ -83,21 +84,21 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     # XLA may compute a sum more than once. `pin_bits` fixes this device's term, so each time the
     # sum has the same bits.
     x = pin_bits(x)
-    hops, results = _hops_of(n), []
+    hops, return_pairs = _hops_of(n), []
     # If n is no power of two, the first hop adds the last devices' terms to the first devices (the
     # other devices receive zeros), and the last hop sends the result back.
     if n & (n - 1):
-        folded, *hops, results = hops
-        x = x + send(x, axis_name, folded)
+        fold_pairs, *hops, return_pairs = hops
+        x = x + send(x, axis_name, fold_pairs)
     for pairs in hops:
         # `_as_sent` is `x` as the partner receives it, so that both add the same two numbers.
         x = _as_sent(x) + send(x, axis_name, pairs)
-    if results:
+    if return_pairs:
         # The last hop gives the result to the devices p, p + 1, ...; the first receiver is p. A
         # `ppermute` gives zeros to all other devices, so these keep their own sum.
-        first_folded = results[0][1]
+        first_folded = return_pairs[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
-        x = jnp.where(is_exchanging, x, send(x, axis_name, results))
+        x = jnp.where(is_exchanging, x, send(x, axis_name, return_pairs))
     return x
 
 

@@ -1,11 +1,11 @@
 """A collective as a table of messages, checked when it is made. `execute` runs it.
 
-Number the blocks on a device by their *offset*: the block at offset o belongs to the device that is
-o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
-Offsets and steps are points of the box, and are added dim by dim. If the box has one dim, plain
-integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to the
-device that is `step` places after this one, where offset o becomes o - step. The blocks of one step
-form one message. The messages of a round do not wait for each other.
+The blocks on a device are numbered by their *offset*: the block at offset o belongs to the device
+that is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of
+eight. Offsets and steps are points of the box, and are added dim by dim. If the box has one dim,
+plain integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to
+the device that is `step` places after this one, where offset o becomes o - step. The blocks of one
+step form one message. The messages of a round do not wait for each other.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
@@ -113,12 +113,16 @@ class Route:
         return number
 
     def device_at(self, me: Any, offset: Sequence[Any]) -> Any:
-        """Returns the number of the device at an offset from device `me`; both may be traced."""
+        """Returns the number of the device at an offset from device `me`; both may be traced.
+
+        No number of `offset` is negative.
+        """
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
             # In row-major order the place of device `me` along the dim is me % whole // stride. The
-            # constants are int32: in 64-bit mode a Python int would widen the traced number.
+            # constants are int32, since `lax.div` and `lax.rem` do not convert a Python int to the
+            # type of the other operand, as `*` and `+` do: in 64-bit mode it would be an int64.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
         return number
@@ -196,8 +200,8 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    That holds if a device sends every block except its own once, and adds nothing to a block after
-    it was sent.
+    Each term arrives once if a device sends each block once, except its own block, and adds nothing
+    to a block after it was sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(

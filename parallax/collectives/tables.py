@@ -8,7 +8,7 @@ belong to the devices `offsets` places further on go to the device `step` places
 box.
 
 The table below is for n devices; a torus has k axes, of a, b .. devices. A *message* is the data
-that a device sends to another at once.
+that a device sends to another in one transfer.
 
 | algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
@@ -47,8 +47,8 @@ from parallax.collectives.route import Point, Route
 def ring(n: int) -> Route:
     """In each round a device sends one block to its right neighbour.
 
-    After the first round this is the block that just arrived. Such rounds run as a loop if n is
-    large, so the program does not grow with n.
+    After the first round the block that is sent is the one that just arrived. Such rounds run as a
+    loop if n is large, so the program does not grow with n.
     """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
@@ -67,8 +67,9 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
-    It sends the others. The sent blocks leave in at most `by` - 1 messages, and each lands on an
-    offset that is kept. With by=2 no table of one message per round has fewer rounds, for any n.
+    It sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at an
+    offset that the receiver keeps. With by=2 no table of one message per round has fewer rounds,
+    for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -92,7 +93,10 @@ def halving_by(by: int) -> Algorithm:
 
 @algorithm
 def pairs(n: int) -> Route:
-    """Recursive halving for powers of two: in round i, partners along dim i swap half their blocks.
+    """Recursive halving for powers of two: in each round, partners swap half of their blocks.
+
+    Partners are devices whose numbers differ in one bit: the highest bit in the first round, and
+    the next lower bit in each later round.
 
     Raises:
         ValueError: n is no power of two.
@@ -159,8 +163,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
 
     `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. A message holds one block for each offset along the boxes of the routes that
-    run later. So messages grow shorter from route to route.
+    device's own block. For each offset of a route, its message holds several blocks: one for each
+    offset along the boxes of the routes that run later. So messages grow shorter from route to
+    route.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -182,8 +187,8 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns the points of the product of `spans` whose k-th part is `point`.
+    """Returns those points of the product of `spans` that have `point` as their k-th part.
 
-    `spans` has the points of each box; a point of the product is one point of each, joined.
+    `spans` has the points of each box; a point of the product is one point of each box, joined.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallax.collectives.execute import empty_like, gather, pin_bits, pin_buffer, scatter
-from parallax.collectives.route import Point
 
 
 def all_reduce_array(x, routes, axis_name):
@@ -31,8 +30,8 @@ def all_reduce_array(x, routes, axis_name):
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
     # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
-    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, equally
-    # many in each part.
+    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, and
+    # `_in_rows` demands equally many in each part.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -61,7 +60,8 @@ def all_gather_array(x, dim: int, routes, axis_name):
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
     # Otherwise `x` is sent as a vector, or, if int32 cannot index the result, in rows of 128
-    # numbers. It is one block already, so only its parts must have equally many rows.
+    # numbers. `x` is one of the n blocks, so `parts` equal parts of it are the same demand as
+    # n * parts in `reduce_scatter_array`, the transpose.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
@@ -89,7 +89,7 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
     shares = shares_of(length, len(routes))
 
     def slice_of(table, device):
-        """Returns this device's term of the slice of `device`, in the share of one table."""
+        """Returns this device's term of the slice that `device` owns: the share of one table."""
         start, share_length = shares[table]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
@@ -102,19 +102,20 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shares = shares_of(length, len(routes))
 
     def write(result, table, device, block):
-        """Returns the result with `block`, the share of one table in the slice of `device`."""
+        """Returns the result with `block` in its place: one table's share of `device`'s slice."""
         start = device * length + shares[table][0]
         return lax.dynamic_update_slice_in_dim(result, block, start, dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
-    # Every place is written later, so no time is spent on zeros.
+    # Every place is written later, so no time is spent on zeros: `lax.empty` makes the array, with
+    # the dtype and the varying axes of a block.
     empty = empty_like(lax.empty, shape, blocks[0])
-    # Without `pin_buffer` XLA could fuse some blocks with later operations, and not the same blocks
-    # on each device.
+    # Without `pin_buffer` XLA could fuse some blocks with later operations, and round these blocks
+    # differently. They are not the same blocks on each device, so replicas would differ.
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 
-def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
+def _keeps_tiles(shape: tuple[int, ...], dim: int, n: int) -> bool:
     """Returns whether n equal slices along `dim` are whole tiles of 8 x 128, in the last two dims.
 
     A vector has no such tiles, so the result is False.
@@ -145,6 +146,6 @@ def _as_vector(x, dim: int):
     return jnp.moveaxis(x, dim, 0).reshape(-1)
 
 
-def _from_vector(x, shape: Point, dim: int):
+def _from_vector(x, shape: tuple[int, ...], dim: int):
     """Returns the array of this shape from its vector: the inverse of `_as_vector`."""
     return jnp.moveaxis(x.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), 0, dim)

@@ -3,9 +3,9 @@
     link = tuning.fit(mesh, "data")          # alpha, beta, gamma, for the formulas of `cost`
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
-The formulas of `cost` select the functions that are raced, and the race decides. All processes of
-the mesh must call these functions together. All get the same result: each time is the
-time of the slowest process.
+In a *race* several functions are timed on the same arrays. The formulas of `cost` select the
+functions that are raced, and the times decide. All processes of the mesh must call these functions
+together. All get the same result: each time is the time of the slowest process.
 """
 
 import functools
@@ -47,7 +47,8 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
         n: the number of devices on the axis, or a tuple with the number on each of several axes.
     """
     algorithms = [ring, two_rings, halving, doubling]
-    # These have tables by axis, so they need several axes; `hierarchical` is tried for two only.
+    # These have tables by axis, so they need several axes. `hierarchical` is listed for two axes
+    # only; for more axes, pass it in the `among` of `auto` or `fastest`.
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
     if isinstance(n, tuple) and len(n) == 2:
@@ -90,9 +91,9 @@ def fit(
 
     The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
     and an all-reduce by recursive doubling. The fit has the least sum of relative differences, over
-    arrays of `sizes` bytes per device, with no negative rate. `Link.error` is the median
-    difference that remains. It is not zero, since a hop takes longer per byte once messages outgrow
-    a cache. `fit` takes some seconds, most of them to compile.
+    arrays of `sizes` bytes per device, and none of alpha, beta, gamma and start is negative.
+    `Link.error` is the median difference that remains. It is not zero, since a hop takes longer per
+    byte once messages outgrow a cache. `fit` takes some seconds, most of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
@@ -132,8 +133,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     `costs[i]` is the cost of the collective that took `measured[i]` seconds. No rate (alpha, beta,
     gamma or start) is below 0. A sum of squares would give too much weight to a time that a busy
     machine made longer, so absolute differences are summed. Their sum is minimised by weighted
-    least squares (Weiszfeld's iteration). That is done for every choice of the rates that are not
-    0, and the best fit without a negative rate is taken.
+    least squares (Weiszfeld's iteration). This is repeated for each subset of the rates, with the
+    other rates set to 0, and the best fit without a negative rate is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -160,8 +161,9 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
     """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
 
     A row of `relative` is one measurement, and a column one of the rates that `solved` fits: some
-    of alpha, beta, gamma and start. x has the best value of each of them, in the unit of its
-    column. `relative @ x` is the predicted time of each measurement, divided by the measured one.
+    of alpha, beta, gamma and start. Entry i of x is the best value of the rate of column i, times
+    the scale by which the caller divided that column. `relative @ x` is the predicted time of each
+    measurement, divided by the measured one.
     """
     weights = np.ones(len(relative))
     for _ in range(30):
@@ -201,8 +203,8 @@ class Choice(NamedTuple):
         """Returns the sizes to race next: one between each two neighbouring sizes of the race with
         different winners.
 
-        It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
-        size again, it is left out, since it was raced already.
+        A new size is the geometric mean of its two neighbours, rounded down to whole float32
+        numbers. If the mean is the smaller neighbour, it is left out, since it was raced already.
         """
         # `times` maps each function to its seconds at each of the `sizes`. The winner at a size is
         # the function with the shortest time there.
@@ -240,17 +242,18 @@ def auto(
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
     For each axis it calls `fit`, then races some functions: those that the formulas rank first or
-    second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it measures
-    between two sizes with different winners (`Choice.next_sizes`). The choice depends on the bytes
-    of each leaf and is made at trace time, so it costs nothing in the step. Along axes that were
-    not raced, and for the other collectives, the algorithm uses `jax.lax`.
+    second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it races at more
+    sizes: between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
+    depends on the bytes of each leaf and is made at trace time, so it costs nothing in the step.
+    Along axes that were not raced, and for the other collectives, the algorithm uses `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
         axis_names: the axes along which it will reduce; a tuple for several axes at once.
         among: the functions to choose from besides `lax.psum`; all exact all-reduces of the library
             by default.
-        sizes: the bytes per device of the race, in rising order.
+        sizes: the bytes per device of the arrays on which the functions are timed first, in rising
+            order.
         rounds: the number of measurements of each function at each size; the median counts.
         link: the link of these axes, if it was fitted before.
     """

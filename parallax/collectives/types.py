@@ -35,7 +35,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several, or none: ()
 OneArray = Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]]
 
-type_error = (
+NO_MAT_MESSAGE = (
     "parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 "
     f"(`jax.typeof(x).mat.varying`), and JAX {jax.__version__} has others. Install a JAX in that "
     "range, or a newer parallax-jax."
@@ -65,7 +65,7 @@ def axes_of_type(aval: Any) -> tuple[str, ...]:
     try:
         return tuple(sorted(aval.mat.varying))
     except AttributeError as error:
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
 
 
 def varying(x: Tree, axis_name: AxisName) -> Tree:
@@ -80,7 +80,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """
 
     def leaf(x):
-        """Returns one leaf, cast along the axes along which it does not vary yet."""
+        """Returns one leaf, cast to varying along those axes where it does not vary yet."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
@@ -98,7 +98,7 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 
     The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
     yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
-    unreduced. Raises `TypeError` as `varying_axes` does.
+    unreduced. Raises `TypeError` under a version of JAX whose types have no `mat`.
     """
     return reduction_state_of_type(jax.typeof(x))
 
@@ -106,13 +106,13 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    It maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError` as
-    `axes_of_type` does.
+    It maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError` under
+    a version of JAX whose types have no `mat`.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
     except AttributeError as error:
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
     return dict.fromkeys(unreduced, "unreduced") | dict.fromkeys(reduced, "reduced")
 
 
@@ -165,10 +165,10 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _check_bound(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if no map around this code is over one of the axes `names`.
+    """Raises `ValueError` for the first of `names` that is not an axis of a map around this code.
 
-    The name may be misspelt, for example. Inside a map, JAX itself fails for such an axis without a
-    message.
+    The name may be misspelt, for example. Inside a map, `lax.pcast` and JAX's collectives would
+    fail for this axis with an assertion that has no text.
     """
     # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
@@ -217,9 +217,10 @@ def match_varying(x: Tree, reference: PyTree) -> Tree:
 def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Returns `x` declared the same on all devices along `axis_name`, at no cost.
 
-    Nothing checks the declaration. It is true after a gather, which gives each device a copy of all
-    blocks. It is also true after a sum in which each block is added up on one device and then
-    copied to all. It has no derivative: use it inside `linear`, which states the transpose.
+    Nothing checks that the value really is the same on all devices. It is the same after a gather,
+    which gives each device a copy of all blocks, and after a sum in which each block is added up on
+    one device and then copied to all. `replicated` has no derivative: use it inside `linear`, which
+    states the transpose.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 
@@ -231,7 +232,7 @@ def _replicated_type(x, *, axes):
     try:
         return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
     except AttributeError as error:  # a JAX whose types have no `mat`
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
 
 
 # A declaration and no operation: its lowering returns its operand, so no compiled program has it.
@@ -249,8 +250,9 @@ def linear(
 
     Policies of `jax.checkpoint` can recognise the result by its `name`. `linear` can be
     differentiated to any order, forward and reverse, and used under `vmap`, `scan`, `checkpoint`
-    and `jit`, inside and outside `shard_map`. `backward` must take and return the types of a
-    transpose: a result that is invariant along an axis has an invariant cotangent.
+    and `jit`, inside and outside `shard_map`. `backward` must take the cotangent type of the
+    result and return the cotangent type of `x`: for example, a result that is invariant along an
+    axis has an invariant cotangent.
     """
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
@@ -276,7 +278,7 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
     programs = []
 
     def body():
-        """Traces `forward` on zeros of the type of the operand, and appends the jaxpr."""
+        """Traces `forward` on zeros of the operand's type, and appends the jaxpr to `programs`."""
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
         zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         programs.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
@@ -290,9 +292,10 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
 
 
 def operands(x: Any) -> tuple[Any, ...]:
-    """Returns the traced values from which `x` was computed; `()` if its trace keeps none.
+    """Returns the traced values from which `x` was computed; `()` if no equation was recorded.
 
-    A tracer of JAX has the equation that made it as `parent`, and its operands as `in_tracers`.
+    If JAX records a program, the `parent` of a tracer is the equation that made it. The
+    `in_tracers` of the equation are its operands.
     """
     return tuple(getattr(getattr(x, "parent", None), "in_tracers", ()))
 
@@ -309,18 +312,19 @@ def _linear_type(x, *, forward, backward, name):
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns a list of one: the cotangent of `x`, `backward(cotangent)`.
+    """Returns a list with one element: the cotangent of `x`, `backward(cotangent)`.
 
-    Its own transpose is `forward`. `x` is not read, since the function is linear.
+    The transpose of `backward` is `forward` again. `x` is not read, since the function is linear.
     """
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
 def _batched(arguments, dims, *, forward, backward, name):
-    """Returns `linear` of a batch under `vmap`, and the batch dim of the result, which is 0.
+    """Returns the result of `linear` for a batched operand, and the batch dim of the result, 0.
 
-    `arguments` is `(x,)`, the batched operand, and `dims` is `(dim,)`, its batch dim.
+    This is the rule of `linear` for `vmap`. `arguments` is `(x,)`, the batched operand, and `dims`
+    is `(dim,)`, its batch dim.
     """
     (x,), (dim,) = arguments, dims
     # The result has its batch dim in front, and so has its cotangent. The operand's cotangent must
@@ -348,7 +352,8 @@ def linear_collective(
     """Returns `forward(x)`, with `backward` as the transpose, and with the types declared.
 
     `forward` and `backward` take and return arrays that vary along `axis_name`. `x` may be varying
-    or unreduced along it: it is cast before `forward`. The result is declared as the state `to`:
+    or unreduced along it, but not reduced. An unreduced `x` is cast to varying before `forward`, so
+    `forward` gets this device's term. The result is declared as the state `to`:
     "varying", "invarying" or "reduced". The result of the transpose is declared "reduced" if `x` is
     unreduced, else "varying". Along other axes the types stay as they are.
     """
@@ -362,7 +367,8 @@ def linear_collective(
             """Returns `function(x)`, with `x` cast to varying and the result's states declared.
 
             Along other axes the result has the states of `x`: `function` is linear and sends
-            nothing along them, so terms of a sum give terms, and equal values give equal ones.
+            nothing along them. So if the devices hold terms of a sum, the results are terms of a
+            sum, and if they hold equal values, the results are equal.
             """
             states = reduction_state(x)
             other_states = {name: states[name] for name in states if name not in axes(axis_name)}
@@ -373,7 +379,8 @@ def linear_collective(
 
         return typed
 
-    # JAX's types demand this pair: the cotangent of an unreduced value is reduced.
+    # JAX's types demand this pair: the cotangent of an unreduced value is reduced. `x` is not
+    # reduced here (`check_summand` and `check_block` refuse it), so any state is "unreduced".
     unreduced = any(axis in axes(axis_name) for axis in reduction_state(x))
     transposed_state = "reduced" if unreduced else "varying"
     return linear(
@@ -382,8 +389,9 @@ def linear_collective(
 
 
 def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x` for a sum: typed as varying, or as unreduced, along all axes of `axis_name`.
+    """Returns `x` with a type that can be summed along all axes of `axis_name`.
 
+    If `x` is unreduced along all of them, it stays so; otherwise it is typed as varying along all.
     `name` is the collective's name in the errors.
 
     Raises:
@@ -423,7 +431,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
-    """Returns the `reduction_state` of `x`, unreduced or reduced, along these axes only."""
+    """Returns the entries of the dict `reduction_state(x)`, axis to state, for these axes only."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 

@@ -53,13 +53,13 @@ def compare(options: argparse.Namespace) -> str:
     chosen = model(options)
     layout = layout_of(options, chosen.config, options.devices)
     use_cpus(layout.devices)
-    devices = mesh.make(devices=jax.devices(), **layout.axes)
+    world = mesh.make(devices=jax.devices(), **layout.axes)
     train_step = decoder.train_step(
         chosen.family,
         chosen.config,
         plans.ADAMW,
         layout,
-        devices,
+        world,
         batch=options.batch,
         key=jax.random.key(0),
     )
@@ -68,10 +68,11 @@ def compare(options: argparse.Namespace) -> str:
     windows = jax.ShapeDtypeStruct(
         (options.batch, chosen.config.context + 1),
         jnp.int32,
-        sharding=mesh.shardings(jax.P(layout.batch_axes), devices),
+        sharding=mesh.shardings(jax.P(layout.batch_axes), world),
     )
     compiled = train_step.train.lower(train_step.shapes, windows).compile()
     predicted = plans.plan(chosen.config, layout, hardware.VIRTUAL_CPU, batch=options.batch)
+    # `plans.compare` returns a row for each prediction, and `plans.compared` writes them as text.
     return plans.compared(plans.compare(predicted, compiled))
 
 
@@ -130,9 +131,9 @@ def first_difference(options: argparse.Namespace) -> str:
 
     if reference is None:
         reference = bisect.record(lambda: run(Layout()))
-    # A device's loss is the mean over its own sequences. With a context axis it is also the mean
-    # over its own tokens. `rows` and `means` name these axes, so that the record can join the
-    # losses.
+    # `rows` names the axes that split the sequences of the batch; the loss is a mean along them.
+    # `means` names the other axes along which the loss is a mean: along "context", each device has
+    # the mean loss of its own tokens.
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)

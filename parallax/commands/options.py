@@ -41,7 +41,8 @@ class Model(NamedTuple):
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and shows each default that an option has."""
+    """A formatter of help texts. It keeps the line breaks of the description, and shows the default
+    of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Returns an option's help, followed by its default if it has one. (argparse alone would
@@ -125,7 +126,7 @@ def use_cpus(devices: int) -> None:
 
 
 def check_folder(options: argparse.Namespace, name: str) -> None:
-    """Raises `ValueError` if the option `name` gives a file to write whose folder does not exist.
+    """Raises `ValueError` if the option `name` is an output file in a folder that does not exist.
     Commands call it first, so that no long work is lost."""
     file = getattr(options, name)
     if file and not (folder := Path(file).absolute().parent).is_dir():
@@ -195,7 +196,8 @@ def layout_of(
     sizes = {**config.sizes, "batch": options.batch}
     if devices is not None:
         sizes["devices"] = devices
-    fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
+    # No flag sets these sizes of the model; "rows" are the rows of its padded vocabulary.
+    fixed = ("heads", "hidden", "rows", *fixed)
     # `Wording` tells an error how to write a size, and a change that it proposes, as flags of the
     # command.
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)

@@ -83,13 +83,13 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Returns a plan as text: the predicted memory, traffic and time of a step. If a file or
-    `--mesh` is given, it is the plan of the step in that file. If `--layout` is given, it is the
-    plan of this layout. Otherwise the best layouts are searched.
+    """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
+    `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
+    layout. Otherwise the best layouts are searched.
 
     Raises:
-        ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
-            layout does not fit.
+        ValueError: neither a layout nor a number of devices is given, a file is given without
+            `--mesh` or `--mesh` without a file, a chip is unknown, or a layout does not fit.
     """
     from parallax import plan as plans
 
@@ -115,8 +115,10 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Returns a table of the fastest layouts of `--devices`, and the plan of the simplest layout
-    among those that are nearly as fast as the first.
+    """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
+    the simplest layout among those that are nearly as fast as the first; a table of the fastest
+    algorithm for the collectives of `jax.lax` along each of its axes, if it has any; and the best
+    interval between checkpoints, if it is asked for.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.

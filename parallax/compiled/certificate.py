@@ -38,7 +38,8 @@ class Entry(NamedTuple):
             permute, the axes along which data moves.
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results over all runs; for a permute, those that a device receives.
-        hops: the length of the longest chain in which each collective waits for the one before.
+        hops: the length of the longest chain in which each collective waits for the one before. A
+            chain counts all collectives of this kind along these axes, conditional or not.
         conditional: whether they are in a branch that may not be taken. The collectives of all
             branches are counted.
         unbounded: whether they are in a loop of unknown length, which counts as one trip.
@@ -55,7 +56,7 @@ class Entry(NamedTuple):
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
-    for each kind, set of axes, and value of `conditional` and `unbounded`.
+    for each combination of kind, set of axes, `conditional` and `unbounded`.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -79,7 +80,9 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
         kind, names, conditional, unbounded = key
-        hops = int(chains[kind, names])  # rounded down: a mean number of trips may be a fraction
+        # A chain may go through conditional and other collectives, so entries of one kind and axes
+        # have the same hops. They are rounded down: a mean number of trips may be a fraction.
+        hops = int(chains[kind, names])
         entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
     return entries
 
@@ -120,10 +123,11 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries; or a mapping from an axis (a name, or a tuple of names) to
-            the bytes of all results along this axis, or to a `Cost`. The `sent`, `messages` and
-            `chain` of a `Cost` are compared with the bytes, the count and the hops. Fewer hops than
-            predicted are no difference, since several arrays may travel side by side.
+        predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
+            tuple of names. Its value is the number of bytes of all results along this axis, or a
+            `Cost`, whose `sent`, `messages` and `chain` are compared with the bytes, the count and
+            the hops. Fewer hops than predicted are no difference, since several arrays may travel
+            side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -177,8 +181,8 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each of the bytes, the count and the hops whose sum over `entries`
-    differs from its prediction. Fewer hops than predicted are no difference.
+    """Adds up the bytes, the counts and the hops of `entries`. Returns a sentence for each of these
+    three sums that differs from its prediction. Fewer hops than predicted are no difference.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
@@ -291,8 +295,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns the largest length of each key in any of the counters: the union (`|`) of two
-    counters takes the larger number."""
+    """Returns, for each key, the largest length that any of the counters has for it: the union
+    (`|`) of two counters takes the larger number."""
     return functools.reduce(operator.or_, chains, Counter())
 
 

@@ -4,7 +4,8 @@ print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
 A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
 computations that an instruction runs, each with its number of runs: 0 for a loop whose text does
-not state its trips. `line.counted` is the mean number of trips that the loop's name gives, or 0.
+not state its trips. `line.counted` is the mean number of trips of a run of the loop, if tracing
+wrote this number into the loop's name; otherwise it is 0.
 """
 
 import itertools
@@ -59,7 +60,7 @@ def instructions(
     costs = seconds.Costs(program, chip, cores)
 
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
-        """Returns the instructions of a computation that runs `times` times in a step.
+        """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
         `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
         instruction is rounded down.

@@ -67,8 +67,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         name: the name of its result.
-        result: the type of its result, such as "f32[8,16]{1,0}"; the type of a tuple has lost its
-            brackets.
+        result: the type of its result, such as "f32[8,16]{1,0}"; for a tuple, the types of its
+            elements without the brackets around them.
         opcode: the operation, such as "dot".
         operands: the names of its operands, and of the instructions that it waits for.
         attributes: the text after the operands.
@@ -129,6 +129,8 @@ class Instruction(NamedTuple):
         fraction if some trips of the outer loop do not run this loop. It is 0 unless
         `jaxprs.counted_scope` wrote the number into the loop's name when the program was traced.
         """
+        # In a name such as "head.3_of_8", group 2 is 3, the trips of this loop in all trips of the
+        # outer loop, and group 3 is 8, the trips of the outer loop.
         scope = COUNTED.search(self.attributes)
         return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
@@ -282,8 +284,8 @@ def runs(program: Module) -> Iterator[Run]:
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
     """Returns pairs of instructions whose collectives may run at the same time. The first of a pair
-    is a loop that contains collectives. The second is a later collective, or another such loop,
-    that does not wait for the end of the first.
+    is a loop, a call or a conditional that contains collectives. The second is a later collective,
+    or another such instruction, that does not wait for the end of the first.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
     still run the loop. Collectives of the two can then meet in one rendezvous, and the process
@@ -302,14 +304,15 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     for lines in program.computations.values():
         # For each instruction, all instructions that it waits for, directly or through others.
         before: dict[str, frozenset[str]] = {}
-        loops: list[Instruction] = []
+        containers: list[Instruction] = []  # the instructions so far that contain collectives
         for line in lines:
             operands = [name for name in line.operands if name in before]
             before[line.name] = frozenset(operands).union(*(before[name] for name in operands))
             if communicates(line):
-                pairs += [(loop, line) for loop in loops if loop.name not in before[line.name]]
-                if not line.collective:  # a loop, or another instruction that runs collectives
-                    loops.append(line)
+                unfinished = [first for first in containers if first.name not in before[line.name]]
+                pairs += [(first, line) for first in unfinished]
+                if not line.collective:
+                    containers.append(line)
     return pairs
 
 
@@ -337,8 +340,8 @@ def _named(text: str) -> np.ndarray:
     `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
     axes, or the parts of axes, along which the devices of a group differ.
 
-    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2; `'a'`
-    alone is the whole axis. Each axis is split into three dims: before, in and after that part. The
+    Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
+    and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
     middle dims of all named axes are moved last, since they number the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
@@ -347,7 +350,7 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
-    # For each named axis: the size of the slower part before its named part, and of that part.
+    # For each named axis: the size of the dim before its named part, and of that part.
     along = {
         name: (int(before or 1), int(size or shape[name]))
         for name, _, before, size in NAMED_AXIS.findall(names)

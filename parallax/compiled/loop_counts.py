@@ -68,7 +68,7 @@ class Computations(NamedTuple):
         `Compared`, the `State`, or None for any other value.
 
         `arguments` are the values of the parameters of a computation that a fusion or a call runs.
-        None stands for the condition or the body of a loop, whose only parameter is the state.
+        They are None for the condition or the body of a loop, whose only parameter is the state.
         """
         line = self.lines[where].get(name)
         if line is None:
@@ -100,9 +100,10 @@ class Computations(NamedTuple):
         return value
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
-        """Returns the value of a `get-tuple-element` of the tuple `whole`: an element of a loop's
-        state, or the operand of a `tuple` in the same computation. Returns None for any other
-        tuple."""
+        """Returns the value of `line`, a `get-tuple-element`: an element of a loop's state, or the
+        operand of a `tuple` instruction in the same computation; None for any other tuple. `whole`
+        is the value of the line's operand. It is a `State` if that is a loop's state. Any other
+        tuple has no value of its own, so its instruction is looked up."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -170,8 +171,8 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
     )
 
     def with_trips(where: str, line: Any) -> Any:
-        """Returns an instruction of the computation `where`; if it is a loop whose text does not
-        state its trips, with `trips` set."""
+        """Returns an instruction of the computation `where`. If it is a loop whose text does not
+        state its trips, the returned instruction has its `trips` set."""
         if line.opcode != "while" or STATED in line.attributes:
             return line
         return line._replace(trips=program.trips(where, line))
@@ -210,7 +211,7 @@ def _turns(direction: str, first: int, step: int) -> int:
 
     In trip t = 0, 1, ... the left side minus the right side is `first + t * step`. The loop goes on
     as long as this number is below 0 ("LT"), at most 0 ("LE"), and so on. A loop without any trip
-    also gives 0, but a program has none: XLA removes a loop that is known to have no trip.
+    also gives 0, but no program has such a loop: XLA removes a loop that is known to have no trip.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):

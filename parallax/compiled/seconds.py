@@ -78,10 +78,12 @@ class Costs:
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds of so many operations or of so many bytes, whichever take longer.
-        The devices (`cores`) of a chip share its rates, so the time is longer by their number."""
-        # Only a TPU's chip has a clock. Its kernels count at the full rate, as do the cycles that
-        # its compiler estimates.
+        """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
+        longer. The devices (`cores`) of a chip share its rates, so the time is multiplied by their
+        number."""
+        # Only a TPU's chip has a clock. There the times of most instructions are the compiler's
+        # cycles, to which no share of the rate (`efficiency`) is applied. So none is applied to a
+        # kernel.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
@@ -159,8 +161,8 @@ class Costs:
 
 
 def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
-    """Returns whether `user` writes into the array `parameter` in place, and reads nothing of
-    it."""
+    """Returns whether `user`, an instruction that has the array `parameter` as an operand, writes
+    into this array in place and reads nothing of it."""
     return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
 
 

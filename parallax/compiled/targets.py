@@ -4,10 +4,10 @@
     world = mesh.make(devices=v5e.devices, data=4, tensor=2)
     program = targets.compile(train, shapes, windows, target=v5e)
 
-`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, as `shapes`
-of a decoder's training step has them. The TPU's compiler comes with `pip install -e ".[tpu]"`, the
-GPU's with `".[gpu-compile]"`, each in an environment of its own. Nothing runs, and no device is
-needed.
+`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, such as the
+attribute `shapes` of a decoder's training step. The TPU's compiler comes with
+`pip install -e ".[tpu]"`, the GPU's with `".[gpu-compile]"`, each in an environment of its own.
+Nothing runs, and no device is needed.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,9 +73,9 @@ class Target(NamedTuple):
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
-        # The topology of GPUs has one process for each machine.
-        machines = tuple(device.process_index for device in devices)
-        return links.switch(self.hardware, len(devices))._replace(groups=machines)
+        # The topology of GPUs has one process for each server.
+        servers = tuple(device.process_index for device in devices)
+        return links.switch(self.hardware, len(devices))._replace(groups=servers)
 
 
 class Program(NamedTuple):
@@ -113,7 +112,7 @@ class Program(NamedTuple):
 
     def by_link(self) -> dict[str, int]:
         """Returns the bytes that all devices together send, by kind of link: "link" inside a slice
-        or machine, "network" between them."""
+        of TPUs or a server of GPUs, "network" between them."""
         return links.by_kind(self.text, self.target.machine(self.mesh))
 
     def timeline(self) -> timeline.Timeline:
@@ -210,12 +209,12 @@ def quiet() -> Iterator[None]:
     also in their exceptions.
 
     Compilers write to file descriptor 2 and not to Python's `sys.stderr`, so the descriptor itself
-    is replaced by a temporary file, and restored at the end.
+    is replaced by that of `os.devnull`, and restored at the end.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
-        with tempfile.TemporaryFile() as file:
+        with open(os.devnull, "wb") as file:
             os.dup2(file.fileno(), 2)
             yield
     finally:
@@ -259,8 +258,8 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    """Returns JAX's description of TPUs that are not on this machine, with their devices: `slices`
-    slices, each of the `sizes` of a torus, such as "2x4"."""
+    """Returns JAX's description of TPUs that are not on this machine, with their devices. There are
+    `slices` slices, and each is a torus of the size `sizes`, such as "2x4"."""
     # Without this, libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Without this, libtpu's lock file lets only one process compile at a time: a second one fails.
@@ -278,10 +277,13 @@ def _gpus(chip: str, count: int) -> Any:
     """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
-    if count % machines:  # `target` adds its name and examples to this message
+    # `target` writes the target's name, such as "9 x h100", before this message, and examples of
+    # targets after it.
+    if count % machines:
         raise ValueError(f"{count} GPUs cannot fill equal machines of at most {MACHINE} GPUs")
     # JAX wants three numbers: groups of machines, machines in a group, GPUs in a machine.
     shape = f"1x{machines}x{count // machines}"
+    # `gpu_text` returns XLA's description of the chip.
     return _topologies().get_topology_desc(
         platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape
     )

@@ -1,24 +1,25 @@
-"""The estimated time of a compiled program: its instructions in order, with messages beside them.
+"""The estimated time of a compiled program: its instructions run one after another, and its
+messages at the same time as the instructions.
 
     replay = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
     replay.seconds, replay.exposed, replay.exposed_along["data"]
 
 The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
 order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
-its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A start
-instruction begins a message, which waits until its links are free (a link carries one message at a
-time). Its done instruction waits for the message. A conditional runs its slowest branch. The
-*exposed* time is the time of the replay, minus the time of the same program with messages that take
-no time.
+its bytes or of its operations at the chip's rates, whichever is longer. A loop's body runs once for
+each trip. A start instruction begins a message, which waits until its links are free (a link
+carries one message at a time). Its done instruction waits for the message. A conditional runs its
+slowest branch. The *exposed* time is the time of the replay, minus the time of the same program
+with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
-wait for the slowest stage of a tick.
+measurement. If pipeline stages run different work at the same time, the replay follows one stage,
+and leaves out its waits for slower stages.
 
-The `state` of a replay has the time `now`, and the time from which each link is `free`. It has, for
-each loop, the fraction of a trip that is `due` in later runs, and the arguments of `_Replay.run`. A
-`line` is an instruction; `line.called` has the computations that it runs, each with its runs (0:
-unknown).
+The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
+the arguments of `_Replay.run`. A loop may have a mean number of trips, such as 1/2; `due` has, by
+the loop's name, the fraction of a trip that its later runs still have to make up. A `line` is an
+instruction; `line.called` has the computations that it runs, each with its runs (0: unknown).
 """
 
 import math
@@ -39,7 +40,7 @@ class Event(NamedTuple):
     """An instruction or message that takes time.
 
     Attributes:
-        row: "compute", or the axes along which a message goes.
+        row: "compute", or the set of axes along which a message goes, such as "data x tensor".
         name: the name of the instruction.
         start: its start in seconds.
         stop: its end in seconds.
@@ -86,8 +87,9 @@ def of(
 ) -> Timeline:
     """Returns the estimated times of a program that was compiled for `machine`.
 
-    The program is replayed several times: with the links as they are, with infinitely fast links,
-    with each set of axes whose messages take no time, and at other speeds of the links.
+    The program is replayed several times: with the links as they are; with infinitely fast links;
+    once for each set of axes, with messages along these axes that take no time; and at other speeds
+    of the links.
 
     Args:
         compiled: the program, or its text.
@@ -109,9 +111,10 @@ def of(
     program = hlo.module(text)
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
-    waits: Counter[str] = Counter()
+    waits: Counter[str] = Counter()  # the seconds of waiting, by the source line that sends
     total = replay.run(1.0, events=events, waits=waits)
-    # The sets of axes along which messages go, in the order of their first messages.
+    # The sets of axes along which messages go, such as "data x tensor", in the order of their first
+    # messages.
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
@@ -120,8 +123,8 @@ def of(
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        # Counts the loops whose trips are unknown: neither their text nor their name (`counted`)
-        # gives a number.
+        # Counts the loops whose trips are unknown: their text states none, and `line.counted`, the
+        # mean number of trips that tracing may write into a loop's name, is 0.
         unbounded=sum(
             line.opcode == "while" and not (dict(line.called).get(_body(line)) or line.counted)
             for line in _all(program)
@@ -219,7 +222,8 @@ class _Replay:
 
         Args:
             speed: a factor on the links' speed. With `math.inf` messages take no time.
-            without: the axes along which messages take no time, as in `Event.row`; "" for none.
+            without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
+                exactly this set of axes take no time. "" stands for none.
             events: a list; the replay appends its events to it.
             waits: a counter; the replay adds to it the seconds of waiting for messages, by the
                 source line that sends.
@@ -269,7 +273,8 @@ class _Replay:
     ) -> None:
         """Replays one instruction: first its messages start, then it computes, then it waits for
         its messages. The start of an asynchronous message or copy (`-start`) does not wait: it adds
-        the end and the source line to `started`, for the instruction that waits (`-done`).
+        to `started` the time at which the message or copy ends, and its source line, for the
+        instruction that waits (`-done`).
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
@@ -294,8 +299,9 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
-        """Moves the time on to `until`, the time at which a message arrives. If that is later than
-        now, adds the wait to the total of `source`, the source line that sent the message."""
+        """Moves the time on to `until`, the time at which a message arrives or a copy ends, if that
+        is later than now. Adds the wait for a message to the total of `source`, the source line
+        that sent it. A copy has the source "", and the wait for it is not added."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now
@@ -315,8 +321,11 @@ class _Replay:
         """Returns the message of a collective: its axes, the seconds on each link, and the latency
         of all its rounds."""
         if line.name not in self.known:
+            # `flows` has the bytes from each device to each other device. `rounds` is the number of
+            # steps of the algorithm, one after another, each of which has the latency.
             flows, rounds = links.flows(line, len(self.machine.places))
             busy, delay = self.machine.crossing(flows)  # the delay is that of one round
+            # A collective whose groups have one device each goes along no axis.
             row = " x ".join(along(line.groups, self.axes)) or "no axis"
             self.known[line.name] = _Message(row, busy, delay * rounds)
         return self.known[line.name]

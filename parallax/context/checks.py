@@ -1,7 +1,7 @@
 """The checks of attention over split tokens.
 
 Some checks trace a function and read its *program*, a jaxpr: they look for sends, or for masks that
-count tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself.
+are made from counts. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself.
 `jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the inner jaxpr of a `jit`
 or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an equation is a variable
 or a literal number.
@@ -31,7 +31,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
     """Returns `layers`, with a check at trace time that they send something along `axis`.
 
     Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
-    and silently train another model. The check traces `layers` once more.
+    so another model would be trained, without an error. The check traces `layers` once more.
     """
     names = set(axes(Axis.of(axis).names))
 
@@ -54,7 +54,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
+    """Raises `ValueError` if `attend` makes its mask from counts of its own, not from `positions`.
 
     A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
     refused if its program compares two counts, and no result depends on `positions`. Attention
@@ -78,10 +78,10 @@ def check_places(
     uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
     if not uses_positions and _compares_counts(opened, {}):
         raise ValueError(
-            "context.gathered: attend ignores positions=, and masks by its own count of queries "
-            f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
-            f"the {tokens} tokens in their order. Compare positions[0], of the queries, with "
-            "positions[1], of the keys, as context.blockwise does."
+            "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
+            f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
+            f"of the {tokens} tokens of the sequence, in this order. Compare positions[0], of the "
+            "queries, with positions[1], of the keys, as context.blockwise does."
         )
 
 
@@ -144,8 +144,8 @@ def check_kernel(
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
-        chunks: the chunks of a device.
-        devices: the devices along the context axis.
+        chunks: the number of chunks of a device.
+        devices: the number of devices along the context axis.
         causal: whether the attention is causal.
     """
     chunk, width = q.shape[1] // chunks, q.shape[-1]
@@ -170,8 +170,8 @@ def check_kernel(
             raise ValueError(
                 "context.attention: the scores of kernel= depend on distances between tokens, as "
                 "in a window or ALiBi, and a kernel is called on one chunk of the tokens and not "
-                "told which. Use context.gathered with an attention by positions, or "
-                "context.ulysses."
+                "told which. Use context.gathered with an attention function that masks by its "
+                "argument positions=, or context.ulysses."
             )
 
 
@@ -179,7 +179,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     """Returns the tables, such as masks, that a program combines with its arguments, but makes
     without them.
 
-    Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
+    Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
+    where `other` joins all remaining dims.
     """
     jaxpr = program.jaxpr
     # A value that varies along a mesh axis depends on the device, so it cannot be computed here:
@@ -229,8 +230,8 @@ def _is_causal(table: np.ndarray) -> bool:
     """Returns whether a table [T, T, other] is constant on each side of its diagonal.
 
     A causal mask is such a table. The diagonal itself may belong to either side. The dim `other`
-    joins all dims that do not count tokens, such as heads; each of its entries may have constants
-    of its own.
+    joins all dims that are not of tokens, such as heads; each of its entries may have constants of
+    its own.
     """
 
     # `pairs` is [pairs of tokens, other]: all its rows must equal the first.
@@ -335,7 +336,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
 def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[..., Any]:
     """Returns `attend`, wrapped in a check that a device has the key heads that its queries use.
 
-    If the query heads are split over a tensor axis, each device must select these key heads.
+    If the query heads are split over a tensor axis, each device must select the key heads that its
+    query heads use.
 
     Args:
         attend: `attention`, `ulysses` or `gathered` over an axis.
@@ -354,8 +356,8 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
-    `heads` are the numbers of query heads and of key heads of the whole model; they must fit H.
-    `name` is the name of the calling function, for the message.
+    `heads` are the numbers of query heads and of key heads of the whole model. The first must be a
+    multiple of the second, and of H. `name` is the name of the calling function, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:

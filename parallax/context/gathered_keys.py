@@ -34,11 +34,13 @@ def gathered(
     needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
 
     Args:
-        attend: attention by positions, such as `blockwise`.
+        attend: an attention function that takes `positions=` and masks by them, such as
+            `blockwise`.
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` if `attend` ignores the positions and masks by its own count.
+    The function raises `ValueError` if `attend` ignores the positions, and numbers queries and keys
+    itself for its mask.
     """
     axis = Axis.of(axis)
 
@@ -59,9 +61,9 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
-        # On one device the queries may be the whole sequence in its order. Then a mask that counts
-        # the tokens itself is right too. In any other case `attend` must use the positions: it is
-        # traced, and refused if it masks by a count of its own.
+        # On one device the queries may be the whole sequence in its order. Then a mask from
+        # numbers 0, 1, 2, ... of the function's own is right too. In any other case `attend` must
+        # use the positions: it is traced, and refused if it makes its mask from such numbers.
         is_sequence = n == 1 and np.array_equal(in_order, np.arange(tokens))
         if not is_sequence:
             check_places(attend, (q, k, v), options, tokens * n)
@@ -109,7 +111,8 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
     """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
-    `in_order` turns the tokens of devices 0, 1, ... into the sequence.
+    `in_order` turns the tokens of devices 0, 1, ... into the sequence. Of the queries `q`, only the
+    size of the batch is read.
     """
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)

@@ -31,8 +31,9 @@ def ulysses(
     added.
 
     Args:
-        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
-            first head is head `axis_index * H / n` of the model: ALiBi's slopes depend on that.
+        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
+            first head that it gets is head `axis_index * H / n` of the model: with ALiBi, choose
+            the slopes by that number.
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 

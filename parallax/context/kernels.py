@@ -31,9 +31,9 @@ class Kernel(NamedTuple):
     """Two functions that compute a block of attention; they need not be differentiable.
 
     Both take three options. `causal=` says whether query t sees only keys 0 to t. `segments=` is
-    None, or a pair: the document's number of each query, [B, T], and of each key, [B, S]. Tokens of
-    different documents do not see each other. `positions=` is None, or a pair: the positions of the
-    queries, [T], and of the keys, [S]. With positions, `causal` is False, and a query sees only
+    None, or a pair: the number of each query's document, [B, T], and of each key's, [B, S]. Tokens
+    of different documents do not see each other. `positions=` is None, or a pair: the positions of
+    the queries, [T], and of the keys, [S]. With positions, `causal` is False, and a query sees only
     keys whose position is not after its own. `attention` passes no positions, so a kernel cannot
     compute a window or ALiBi, which depend on them: see `gathered`. Results are float32 or wider.
 
@@ -125,7 +125,8 @@ def _forward(
         def keys(carry, key_tile):
             """Returns (the maximum score, the sum of weights, the output) after one tile of keys.
 
-            All are of one tile of queries: [B, G, H / G, t], and the output [B, G, H / G, t, K].
+            The three belong to one tile of queries. The maximum and the sum are [B, G, H / G, t],
+            and the output is [B, G, H / G, t, K].
             """
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)
@@ -247,8 +248,9 @@ def _tiles(
     """Returns `((queries, their marks), (keys, their marks))`, in tiles of at most `block` tokens.
 
     `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. All tiles of queries have
-    one size, and all tiles of keys. Arrays and marks get a first dim of tiles; zeros fill up the
-    last tile. The queries' dim of heads becomes [G, H / G].
+    the same size, and so have all tiles of keys. Arrays and marks get a first dim of tiles; zeros
+    fill up the last tile. The queries' dim of heads becomes [G, H / G]. If there are `positions`,
+    they decide the mask. Otherwise, with `causal`, tokens get the positions 0, 1, 2, ...
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
@@ -256,7 +258,8 @@ def _tiles(
     q_positions, k_positions = (None, None) if positions is None else positions
     q_segments, k_segments = (None, None) if segments is None else segments
     # If masks depend on constants only, XLA computes them for all tiles before a scan over layers,
-    # and keeps H T^2 numbers. The barrier makes the masks depend on the queries.
+    # and keeps them for all heads, H T^2 numbers. The barrier makes the masks depend on the
+    # queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
     # Keys that fill up the last tile are masked. Queries that fill up the last tile need no mask:
     # `_whole` drops their results.

@@ -4,6 +4,9 @@ A batch does not depend on the number of devices or processes that share it, nor
 So a run resumes at any step, on any layout, without a saved state of the loader. A process that
 needs only some `rows` of the batch reads only these rows.
 
+A text, a `Source`, is an array of whole numbers, or the result of `data.read` or `shards.read`,
+which reads tokens from a file when it is indexed. `_array` makes an array of a list.
+
 Legend: N tokens of the text.
 """
 
@@ -88,8 +91,8 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns the index of each window's first token, for the windows at `places` in the random
-    order of the epoch's `windows` windows. The offset of the epoch is drawn from 0 to `spare`.
+    """Returns the index of each window's first token. The epoch has `windows` windows in a random
+    order, and `places` are places in that order. The epoch's offset is drawn from 0 to `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
     # The key has 128 bits: the epoch and the seed, of 64 each. The first value chooses the offset,
@@ -105,9 +108,10 @@ def permuted(
     """Returns the numbers at `places` in a permutation of 0 to `count` - 1 that the `keys` choose,
     in O(1) memory.
 
-    A Feistel network permutes all numbers of 2 `half` bits; there are at most 4 `count` of them. A
-    result that is `count` or more goes through the network again, until it is below `count`. This
-    is a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
+    A Feistel network permutes all numbers of `2 * half` bits, which are at most `4 * count`
+    numbers. A result that is `count` or more goes through the network again, until it is below
+    `count`. This is a permutation of the numbers below `count` (cycle walking: Black and Rogaway
+    2002).
     """
     # Half of the bits of `count` - 1, rounded up, since the network mixes two halves.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
@@ -118,7 +122,7 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """Returns the results of a permutation of the numbers of 2 `half` bits. Each round swaps the
+    """Returns the results of a permutation of the numbers of `2 * half` bits. Each round swaps the
     two halves of a number, and mixes one half into the other.
     """
     shift = np.uint64(half)
@@ -148,10 +152,10 @@ def held_out_batches(
     """Returns an iterator over at most `limit` batches of the text's windows, in order, with `size`
     windows per batch. The batches are the same in every evaluation.
 
-    Each token after the first is a target once. Windows at the end that do not fill a batch are
-    left out, so all batches have one shape. Raises `ValueError` for a text shorter than one batch,
-    for a size, length or limit below 1, and for tokens that are not whole numbers or do not fit
-    int32.
+    In the windows that are used, each token but the text's first is a target once. Windows at the
+    end that do not fill a batch are left out, so all batches have one shape. Raises `ValueError`
+    for a text shorter than one batch, for a size, length or limit below 1, and for tokens that are
+    not whole numbers or do not fit int32.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:

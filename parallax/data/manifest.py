@@ -159,7 +159,7 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     """Checks that the entry `format` of a record, which was read at `path`, is `number`.
 
     Raises `Damaged` if the entry is not a whole number above 0. Raises a plain `ValueError` if it
-    is such a number, but another one.
+    is a whole number above 0 that differs from `number`.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -230,7 +230,7 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: needed a file that the manifest lists, found another one.")
+            raise Damaged(f"{path}: needed only files that the manifest lists; it lacks this file.")
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -104,13 +104,14 @@ class Prefetched(Generic[Batch]):
         self._thread.start()
 
     def _run(self, make, start, stop):
-        """Makes the batches, in the thread, and puts each into the queue as a pair (batch, error).
-        The last pair has an error: the error of `make`, or `StopIteration`. Returns early if the
-        `with` block ends.
+        """Makes the batches `make(start)`, ..., `make(stop - 1)`, in the thread, and puts each into
+        the queue as a pair (batch, error). The last pair has an error: the error of `make`, or
+        `StopIteration`. Returns early if the `with` block ends.
         """
         for step in range(start, stop):
             try:
                 pair = (make(step), None)
+            # Any error: `__next__` raises it in the caller's thread.
             except BaseException as error:
                 pair = (None, error)
             # `_put` returns False if the `with` block has ended; an error ends the batches too.

@@ -157,8 +157,8 @@ def read(
 
 def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
     """Returns `value`, the entry `tokens` of the manifest at `path`: the number of tokens in each
-    file. Raises `Damaged` if the numbers do not agree with the sizes in `files`; `item` is the
-    dtype of a token.
+    file. Raises `Damaged` if the numbers do not agree with the sizes in `files`, which has the
+    [size in bytes, hash] of each file by name; `item` is the dtype of a token.
     """
     well_formed = (
         isinstance(value, dict)

@@ -114,14 +114,15 @@ class File:
             ) from error
         if now != self.state:
             raise manifest.Damaged(
-                f"{self.path}: needed the file of {self.state.size} bytes that was checked; "
-                f"it was cut short or written to since, and has {now.size}. "
+                f"{self.path}: needed the file of {self.state.size} bytes that was opened before; "
+                f"it was cut short or written to since then, and now has {now.size} bytes. "
                 "Write the file again, and restart the run."
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with the tokens from place `first` of the text on, or until the file ends.
-        One system call may read only a part of the tokens, so the call is repeated.
+        """Fills `into` with this text's tokens, beginning at place `first`; stops if the file ends.
+        The text is a part of the file, which begins at the file's token `self.places.start`. One
+        system call may read only a part of the tokens, so the call is repeated.
         """
         unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while unfilled:

@@ -58,7 +58,7 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     size, digest = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
-    with _naming(path):
+    with _errors_name(path):
         manifest.write(record_of(path), header(vocabulary) | {"bytes": size, "hash": digest})
 
 
@@ -75,7 +75,8 @@ def store(
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with _naming(path):
+    with _errors_name(path):
+        # The folder is synced later, when the record or manifest is written into it.
         try:
             with open(partial, "xb") as file:
                 file.write(content)
@@ -93,7 +94,8 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
-    A file without a record, which another program wrote, is read as tokens of this vocabulary.
+    A file without a record, which another program wrote, is read as tokens of the vocabulary
+    `vocabulary`.
 
     Args:
         path: the path of the file.
@@ -141,8 +143,9 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
     read as numbers of two bytes. Every second number is then the upper half of a token, which is
     small. So a file is refused if every second number is 0. It is also refused if every second
-    number is below 64 (V is then up to 64 * 2^16, some 4 million) while another number is 16 * 64
-    or more.
+    number is below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and some number
+    between them is 1,024 or more: a text of small numbers only is accepted. The bound 1,024 is
+    chosen, 16 * 64.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -166,8 +169,9 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
-            f"but every second one is {upper} or less, and others up to {high}, as in a file of "
-            "twice as many bytes per token. Write it again with data.write, which notes the type."
+            f"but every second one is {upper} or less, and the largest of the others is {high}: "
+            "the file seems to have twice as many bytes per token. Write it again by data.write, "
+            "which stores the type of a token in a record."
         )
 
 
@@ -193,8 +197,8 @@ def record_of(path: Path) -> Path:
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """Returns the dtype of a stored token: two bytes, or four if V > 65,536. Raises `ValueError` if
-    V is not from 1 to 2^31.
+    """Returns the dtype of a stored token: two bytes, or four if the vocabulary has more than
+    65,536 tokens. Raises `ValueError` if it has less than 1 or more than 2^31.
     """
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
@@ -235,8 +239,8 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Raises `ValueError` if a record has another format than `FORMAT`, or another vocabulary or
-    type of token than `vocabulary` needs.
+    """Raises `ValueError` if a record's format is not `FORMAT`, its vocabulary is not `vocabulary`,
+    or its type of token is not the one for this vocabulary.
 
     `place` is the path of the record, and `tokens` the path of its tokens.
     """
@@ -270,13 +274,14 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
         raise ValueError(
             f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
             "It was cut short, or is another file: make it again with data.write, "
-            f"or remove {place.name} if the tokens are of another source."
+            f"or, if another program wrote the tokens, remove {place.name}, which does not "
+            "describe them."
         )
     return digest
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _errors_name(path: Path) -> Iterator[None]:
     """Replaces an `OSError` of the `with` block by one whose message names `path`."""
     try:
         yield

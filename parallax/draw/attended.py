@@ -1,5 +1,6 @@
 """Draws causal attention over split tokens: the hop in which each block of scores is computed, and
 the device that computes it. A *block* has the scores of one chunk of queries and one chunk of keys.
+Between two *hops*, the keys move to the next device of the ring.
 """
 
 import numpy as np
@@ -59,8 +60,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
 
 
 def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> None:
-    """Draws the square of blocks: `hops` has the hop of each block, [chunks, chunks], and `owner`
-    the device of each chunk.
+    """Draws the square of blocks: `hops` has the hop of each block, [query chunk, key chunk], or -1
+    if the mask hides the block. `owner` has the device of each chunk.
     """
     size = len(hops)
     figure = canvas.figure(0.42 * size + 1.6, 0.42 * size + 0.9)

@@ -1,4 +1,5 @@
-"""Tables and bar charts of a device's bytes: by kind, for several plans, and as sent per axis."""
+"""Tables and bar charts of a device's bytes: the bytes of each kind, for several plans, and the
+bytes that the device sends along each axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +25,8 @@ def bytes_by_kind(
     Args:
         plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
-        counted: words for the bytes that are counted, such as `"sent in a step"`.
+        counted: a phrase that says which bytes are counted, such as `"sent in a step"`: the heading
+            of the table's first column, and a part of the axis label.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.

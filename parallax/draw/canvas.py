@@ -1,4 +1,4 @@
-"""The parts of all pictures: a figure that changes no global setting, colours, grids, tables."""
+"""The parts of all pictures: colours, grids, tables, and figures that change no global setting."""
 
 import math
 import os

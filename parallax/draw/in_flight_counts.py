@@ -1,6 +1,7 @@
-"""Draws the number of microbatches that each stage of a schedule holds over time, which is its cost
-in memory. A `Span` is one job of a stage, in its `lane` (forward, backward or weight), from `start`
-to `stop`.
+"""Draws the number of microbatches that each stage of a schedule holds over time. This number
+decides how much memory the stage needs. A `Span` is one job of a stage, in its `lane` (forward,
+backward or weight), from `start` to `stop`. In *lockstep*, no stage begins a tick before all stages
+have ended their jobs of the previous tick.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ def in_flight(
     microbatches whose residuals it holds over time. The stages run in lockstep.
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
-    of the backward job, or of the weight job if there is one. The residuals of one of v chunks
-    count 1/v. With a `path`, the function also draws a panel for each stage; the picture is as wide
-    as the one of `timeline`.
+    of the backward job, or of the weight job if there is one. If a stage's layers are in v chunks,
+    the residuals of a microbatch in one chunk count as 1/v. With a `path`, the function also draws
+    a panel for each stage; the picture is as wide as the one of `timeline`.
 
     Args:
         schedule: the schedule.
@@ -38,14 +39,14 @@ def in_flight(
         weight: the time of a job of weight gradients, if there are such jobs.
 
     Raises:
-        ValueError: a cost is not above 0.
+        ValueError: a time is not above 0.
         ImportError: with a `path`, if matplotlib is not installed.
     """
     backward = backward_cost(schedule, backward)
     if min(forward, backward, weight) <= 0:
         raise ValueError(
-            f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. "
-            "Give each job its time."
+            f"draw.in_flight needs times above 0; got {forward}, {backward} and {weight} for the "
+            "forward, backward and weight jobs. Give each job its time."
         )
     spans = schedule.lockstep(forward, backward, weight)
     end = max(span.stop for span in spans)

@@ -1,8 +1,8 @@
 """Draws a replayed program over time: when it computes, and when each axis carries messages.
 
-A *row* is a line of time: "compute", or a set of axes with messages. An `Event` is an instruction
-or a message in its `row`, from `start` to `stop` in seconds. *Exposed* is the time that would be
-saved if messages took no time.
+A *row* is "compute", or a set of axes with messages. An `Event` is an instruction or a message in
+its `row`, from `start` to `stop` in seconds; its `source` is the line of the user's program that
+made it. *Exposed* is the time that would be saved if messages took no time.
 """
 
 import json
@@ -14,14 +14,15 @@ import numpy as np
 from parallax.compiled.timeline import Event, Timeline
 from parallax.draw import canvas
 
-WIDTH = 72  # the characters of a line of time
+WIDTH = 72  # the characters of a row: each stands for an equal part of the time
 MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for shares above it)
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Returns a line of time for computing, and one for each set of axes. A character is a part of
-    the time: `#` if the row is busy for over 95% of it, `+` for over 50%, `.` for over 2%, and
-    otherwise a space. A line ends with the share of the whole time in which its row is busy.
+    """Returns text: one line for computing and one for each set of axes, with the time from left to
+    right. Each character stands for an equal part of the time: `#` if the row is busy for over 95%
+    of it, `+` for over 50%, `.` for over 2%, and otherwise a space. A line ends with the share of
+    the whole time in which its row is busy.
 
     With a `path`, the function also draws the lines, and writes the picture to that file.
 

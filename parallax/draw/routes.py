@@ -1,8 +1,8 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
-All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
-device that is o places after the device that holds the block. In the end this *owner* has the
-block's sum over all devices. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is
+All devices do the same, so a block is named by its *offset*: if device d holds the block at offset
+o, the block belongs to device d + o, its *owner*. In the end the owner has the block's sum over all
+devices: a reduce-scatter. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is
 a dict of the messages of round r. A key is a *step*: how far the message goes along each dim of the
 grid of devices. Its value has the offsets of the blocks in the message.
 """
@@ -20,11 +20,12 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     """Returns a table as text: for each round, the blocks that every device sends, and the blocks
     that it holds after the round.
 
-    The first line has the numbers of devices, rounds and messages, and the length of the longest
-    chain of messages that wait for each other, "in a row". Offsets are numbered in row-major order
-    of the box, which is the grid of the devices. The numbers after a block list the devices whose
-    terms are summed in it: d stands for the device d places before the owner, and 0 for the owner
-    itself. For a gather, read the rounds backwards.
+    The first line has the numbers of devices, rounds and messages. Its last number, before the
+    words "in a row", is the length of the longest chain of messages in which each waits for the one
+    before. Offsets are numbered in row-major order of the box, which is the grid of the devices.
+    The numbers after a block list the devices whose terms are summed in it: d stands for the device
+    d places before the owner, and 0 for the owner itself. The table is of a reduce-scatter; for a
+    gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -43,13 +44,14 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
-    """Yields the lines of a table: its sizes, and the blocks that a device holds at the start;
-    then, for each round, its messages, and the blocks that a device holds after it.
+    """Yields the lines of a table: first a line with the numbers of devices, rounds and messages,
+    and the blocks that a device holds at the start. Then, for each round, its messages, and the
+    blocks that a device holds after it.
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
     # `hops` has a number for each round: the length of the longest chain of messages up to this
-    # round that wait for each other.
+    # round in which each waits for the one before.
     yield (
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
@@ -95,6 +97,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
         # Blocks that are sent are no longer held. The sets are copied, since the caller may still
         # use those that were yielded before.
         blocks = {o: set(terms) for o, terms in blocks.items() if o not in sent}
+        # `Route` refuses a block that arrives at an offset whose block is sent in this round, or
+        # was sent before. So `blocks` has each offset `after`.
         for _, before, after in moves:
             blocks[after] |= sent[before]
         yield blocks
@@ -119,8 +123,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields lists of numbers of rounds. The rounds of a list follow each other, and their messages
-    go the same steps. Rounds without messages are left out, and do not end a list.
+    """Yields lists of numbers of rounds. The rounds of a list follow each other, and all of them
+    have messages with the same steps. Rounds without messages are left out, and do not end a list.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):

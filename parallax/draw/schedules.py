@@ -1,10 +1,11 @@
 """Draws a schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`.
 
 A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
-microbatch is *in flight* on a stage that holds its residuals. The *makespan* is the time of all
-jobs, and the *bubble* is the part of it in which a stage is idle. In a table of a lane, [ticks,
-stages], a job is microbatch * chunks + chunk, and -1 means idle. A `Span` is one job, from `start`
-to `stop`, in the unit of the costs.
+microbatch is *in flight* on a stage that holds its residuals. The *makespan* is the time from the
+start of the first job to the end of the last, and the *bubble* is the part of it in which a stage
+is idle, the same for each stage. In *lockstep*, no stage begins a tick before all stages have ended
+their jobs of the previous tick. In a table of a lane, [ticks, stages], a job is microbatch * chunks
++ chunk, and -1 means idle. A `Span` is one job, from `start` to `stop`, in the unit of the costs.
 """
 
 from collections.abc import Sequence
@@ -146,6 +147,7 @@ def _letters(schedule: Schedule) -> dict[str, str]:
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
     """Returns the name of a lane and a chunk in the legend."""
     letter = _letters(schedule)[lane]
+    # With a weight lane, the letter of the backward lane is I: its jobs have only input gradients.
     word = {"I": "input gradient", "W": "weight gradient"}.get(letter, lane)
     suffix = f", chunk {chunk}" if schedule.chunks > 1 else ""
     return f"{word} ({letter}){suffix}"

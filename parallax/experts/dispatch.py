@@ -3,7 +3,7 @@
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
 width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
 choices of an expert or device. `compute(x, source, ids, weights)` runs this device's experts: pair
-i sends row `source[i]` of x to expert `ids[i]`. The number E/n (`local_experts`) means no expert.
+i sends row `source[i]` of x to expert `ids[i]`. An id of E/n (`local_experts`) means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
@@ -79,7 +79,7 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends for its own `tokens` tokens.
+        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens.
 
         `itemsize` is the size of a number in bytes.
         """
@@ -141,10 +141,11 @@ class exchanged:
     """Sends each token to its experts' devices by an all-to-all of C rows to each device, and the
     results back.
 
-    C is `capacity` times the mean, k T / n, rounded up. With `math.inf`, C is the largest possible
-    load, and nothing is dropped. If more than C choices want one device, first choices have
-    priority over second choices, and then earlier tokens over later ones. A dropped choice adds
-    nothing to the layer's result: the token keeps its residual.
+    C is `capacity` times the mean, rounded up. The mean is k T / n: the k T choices of a device,
+    spread evenly over n devices. With `math.inf`, C is the largest possible load, and nothing is
+    dropped. If more than C choices want one device, first choices have priority over second
+    choices, and then earlier tokens over later ones. A dropped choice adds nothing to the layer's
+    result: the token keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -180,11 +181,12 @@ class exchanged:
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
-            """Returns one integer per sent row: the value of its choice; `fill` in empty rows."""
+            """Returns an integer for each row to send: the entry of `values` for the row's choice,
+            or `fill` if the row is empty."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
-            """Returns the rows received from all devices, for n * room sent rows."""
+            """Sends the n * room rows of `a`, `room` to each device; returns the received rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
         # An empty row takes the token len(x): this is out of range and gives 0. Its expert is
@@ -267,8 +269,9 @@ class ragged:
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Name the "
-                f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
+                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Pass the "
+                f"axis by its name, {axis.names!r}, or use exchanged, which works with any "
+                "algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
         # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
@@ -310,7 +313,8 @@ class ragged:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
         T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` counts an
-        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others.
+        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others:
+        each device needs the counts of all pairs of a sender and a receiver.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -329,10 +333,12 @@ class _Exchange(NamedTuple):
         names: the names of the axis.
         send_sizes: the rows that this device sends to each device.
         input_offsets: the first row for each device, among the rows that this device sends.
-        output_offsets: the first row of this device, among the rows that each device receives.
+        output_offsets: for each device, the place of this device's first row among the rows that it
+            receives.
         back_send_sizes: the rows that go back to each device, which are the rows that came from it.
         back_input_offsets: the first row from each device, among the rows that came here.
-        back_output_offsets: the first row for this device, among the rows that each device sent.
+        back_output_offsets: for each device, the place of the first row that it sent to this one,
+            among all rows that it sent.
         dropped: the number of this device's choices without room.
     """
 
@@ -397,7 +403,8 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices, the first choices of all tokens before the second choices: [k T] each.
+    """All choices, the first choices of all tokens before the second choices. Each attribute is an
+    array [k T].
 
     Attributes:
         token: the token of each choice.
@@ -413,7 +420,8 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k].
+    """Returns, for each choice, its token, its expert's device, the expert's number there, and its
+    rank among the choices of that device. `ids`, [tokens, k], are the tokens' experts.
 
     Each of the n devices has `local_experts` experts: device 0 has the first of them, and so on.
     """

@@ -103,7 +103,8 @@ def _check_results(results: Array, rows: Array) -> None:
 
 
 class Block(NamedTuple):
-    """One block of rows for one expert. Its last rows may be filling rows, which do not count.
+    """One block of rows for one expert. Its last rows may be filling rows, which add nothing to
+    the results.
 
     Attributes:
         expert: the number of the expert.
@@ -200,7 +201,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         def body(j, sums):
             """Returns the sums of the gradients of (trained, x, weights), with block j added.
 
-            The block's results are computed again. `_at` takes one expert's arrays, `_take` rows.
+            The block's results are computed again. `_at` picks one expert's arrays, and `_take`
+            picks rows.
             """
             # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
             # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.

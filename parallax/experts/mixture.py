@@ -77,11 +77,12 @@ def moe(
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
-    """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
+    """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
+    and the router's `Statistics`, such as the load, of this device's sequences.
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
-    results of all experts, where experts that were not chosen have the weight 0. Add the result to
-    the residual stream.
+    results of all experts, where experts that were not chosen have the weight 0. Add y to the
+    residual stream.
 
     The axis splits the batch too. It may be the data axis, another axis that splits the data (name
     both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its
@@ -95,10 +96,10 @@ def moe(
         route: chooses the experts of a token, such as `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: runs this device's experts, such as `grouped(expert)`.
-        comms: the communication along the axis that splits each expert's hidden width: the experts'
-            results are partial sums then. Use `tensor.comms("tensor")`, or `sequence.comms` if `x`
-            has a device's share of the tokens. With `context.comms` the statistics are of whole
-            sequences.
+        comms: the communication along the axis that splits each expert's hidden width. If there is
+            such an axis, the experts' results are partial sums. Use `tensor.comms("tensor")`, or
+            `sequence.comms` if `x` has a device's share of the tokens. With `context.comms`, the
+            statistics are of whole sequences, not of a device's share of them.
 
     Raises:
         ValueError: the devices together do not have as many experts as the router; `x` is
@@ -116,7 +117,7 @@ def moe(
     if not routing.experts.size:
         raise ValueError(
             "experts.moe needs 1 token or more, and 1 expert or more for each; got x of shape "
-            f"{x.shape}, and from route= experts of shape {routing.experts.shape}. Pass a batch "
+            f"{x.shape}, and `route` chose experts of shape {routing.experts.shape}. Pass a batch "
             "with tokens, and a router that chooses."
         )
     # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
@@ -150,7 +151,7 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
         if local_experts * n != count:
             raise ValueError(
                 f"experts.moe: the router has {count} experts, and each of the {n} devices of "
-                f"{axis.names!r} has {local_experts}, by the first dim of "
+                f"{axis.names!r} has {local_experts}, which is the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
                 f"array of the experts a first dim of {count}, split over {axis.names!r}; the "
                 f"number of experts must be a multiple of {n}."

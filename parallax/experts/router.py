@@ -2,9 +2,11 @@
 
 Legend: B sequences, T tokens in one, E experts, k choices of a token.
 
-Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
-how the batch is split into microbatches and devices: the mean of the means of equal parts is the
-mean over the batch. The *load* of an expert is its number of choices, or its share of them.
+Each statistic is computed for each sequence, and then averaged over the sequences. So it does not
+depend on how the batch is split into microbatches and devices: the mean of the means of equal parts
+is the mean over the batch. The *load* of an expert is the number of choices that fall on it,
+divided in `Statistics` by the number of all choices. The *shares* of a token are its scores of all
+experts, divided by their sum.
 """
 
 from collections.abc import Callable
@@ -26,9 +28,9 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: the numbers of each token's experts, the best first. An expert that a token chooses
-            twice gets the sum of its weights. `exchanged` and `ragged` make no room for an expert's
-            second choice by a token: even with `math.inf` they may drop it, and count it as
-            dropped.
+            twice gets the sum of its weights. `exchanged` and `ragged` make room for such an expert
+            only once per token: even with a capacity of `math.inf`, they may drop the second
+            choice, and count it as dropped.
         weights: the factors of their results.
         logits: the router's logits.
         shares: the router's preference for each expert: above 0, with the sum 1.
@@ -80,6 +82,7 @@ def top_k(
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
             weights = _divided(weights)
+        # The last field, `shares`, is for the statistics: it has all experts and the sum 1.
         return Routing(chosen, weights, logits, _divided(scores))
 
     return route
@@ -99,10 +102,11 @@ class Statistics(NamedTuple):
     microbatches.
 
     Attributes:
-        balance: E times the sum over experts of load times mean share, within a sequence: 1 if
-            all experts have the same load. As an auxiliary loss (Fedus et al., arXiv 2101.03961,
-            formula 4; one sequence at a time, as DeepSeek-AI, arXiv 2412.19437, formula 17) it
-            moves the router towards an even load.
+        balance: for each sequence, E times the sum over experts of load * share, where `share` is
+            the expert's mean share over the tokens: 1 if all experts have the same load. As an
+            auxiliary loss it moves the router towards an even load. Sources: Fedus et al., arXiv
+            2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv 2412.19437,
+            formula 17.
         z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
             (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
@@ -136,6 +140,7 @@ def statistics(
     # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
+    # The entropy is only watched and is no loss, so it has no gradient.
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))
     # The balance multiplies two means over a sequence. If `axis` splits the sequence, each device
     # has the mean of its part, so the mean over devices is taken before the product.

@@ -1,4 +1,5 @@
-"""Functions of a gradient function: accumulated over microbatches, averaged over devices, clipped.
+"""Functions that take a gradient function, and return one whose gradients are accumulated over
+microbatches, averaged over devices, or clipped.
 
 A gradient function is `(params, batch) -> (loss, gradients)`, such as `jax.value_and_grad` and
 `eqx.filter_value_and_grad` make. With `has_aux=True` it is

@@ -1,5 +1,5 @@
-"""The axes along which a parameter or a gradient differs between devices, and the enclosing
-gradient functions that changed its type.
+"""The axes along which a parameter or a gradient differs between devices, and the gradient
+functions around the code being traced, which changed the types of its parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -19,12 +19,13 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """The effect of enclosing gradient functions on the parameters of the code being traced.
+    """The effect of the gradient functions around the code being traced on its parameters.
 
     Attributes:
         declared: the axes of these functions. Along them each function typed all parameters as
-            varying, the copies too.
-        shares: the axes in `declared` along which some parameters are shares, which varied before.
+            varying, also those that are copies.
+        shares: the axes in `declared` along which some parameters are shares. The types of shares
+            varied already before a function declared them varying.
     """
 
     declared: frozenset[str] = frozenset()

@@ -3,10 +3,10 @@ the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
-device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` is a
-term, on each device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only
-these names. `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`.
-`ENCLOSING.value` has the axes of enclosing gradient functions.
+device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` means
+that each device of axis X holds one term of a sum, and `A` is the sum. `axis.over(names)` is an
+axis of only these names. `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all
+of `y`. `ENCLOSING.value` has the axes of enclosing gradient functions.
 """
 
 import numbers
@@ -104,9 +104,9 @@ def accumulated(
 
         def add_part(sums, numbered_part):
             """Returns, as a body of `lax.scan`, the sums with one microbatch's gradients added, and
-            its value, which the scan stacks."""
+            the microbatch's loss or `(loss, aux)`, which the scan stacks."""
             part, number = numbered_part
-            # Taps inside `grad` report their values with this number.
+            # A tap is a place in the model that reports a value, here together with this number.
             with recording.at(microbatch=number):
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
@@ -159,8 +159,8 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
     """Raises `ValueError` if the leaves of a batch have unequal numbers of rows.
 
-    `rows` maps the name of each leaf to its number of rows. `reason_and_cure` ends the message: the
-    callers have different reasons for equal numbers.
+    `rows` maps the name of each leaf to its number of rows. `reason_and_cure` ends the message:
+    each caller has its own reason why the numbers must be equal.
     """
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
@@ -310,8 +310,8 @@ def value_and_sums(
     loss: bool = True,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Returns `(value, gradients)` with the gradients, and with `loss` the loss, summed over
-    `axis`.
+    """Returns `(value, gradients)`. The gradients are summed over `axis`; if `loss` is true, so is
+    the loss.
 
     A gradient is summed over those axes along which the devices have copies of its parameter, if
     the gradient varies along them or its parameter was declared varying. The sums and the auxiliary
@@ -326,12 +326,13 @@ def value_and_sums(
         loss: whether the loss is summed. If not, `finish` gets this device's loss as the sum.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
             `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
-            remain.
+            remain. It returns `value` with the same numbers, but it may let `value` wait, so that
+            all devices send in one order.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
         """Returns the axes to sum one gradient over. `declared` is its parameter as the gradient
-        function got it, and `parameter` the same with its own type."""
+        function got it, and `parameter` is the same with the type that it had before."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
         # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
         # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
@@ -394,9 +395,9 @@ def local_gradients(
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
             f"A gradient function over {axes_with_shares} is inside another one over the same "
-            "axis. Some parameters are shares along that axis, and no type tells shares from "
-            "copies. Average the inner gradients by hand: lax.pmean(gradients, "
-            f"{axes_with_shares[0]!r})."
+            "axis. Some parameters are split over that axis, and inside two gradient functions the "
+            "types do not show which are split and which are whole on each device. Average the "
+            f"inner gradients by hand: lax.pmean(gradients, {axes_with_shares[0]!r})."
         )
     # Along the axes in `enclosing.declared`, parameters are copies, though their types vary: an
     # enclosing function declared them varying.
@@ -406,8 +407,9 @@ def local_gradients(
         # The parameters that `reduced` picks keep their own types.
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        # Without shares `grad` itself runs: the checks of a pipeline follow values back to the
-        # parameters, which they could not do through a traced program.
+        # Without shares `grad` itself runs, and not its program. In a program the parameters are
+        # new arrays. So a pipeline in `grad` could not tell whether an array that the user's
+        # functions read by closure is a parameter (`refuse_closures`).
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
@@ -424,8 +426,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     different numbers of rows.
 
     `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
-    numbers of rows. If each leaf has a spec of its own, the user wants the split, and there are no
-    such axes. Random keys, one for each device, are not rows.
+    numbers of rows. If each leaf has its own spec, the different numbers are intended, and
+    `uneven_axes` is empty. Random keys, one for each device, are not rows.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -457,13 +459,13 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
-    """Raises `ValueError` if the gradients were summed along one of `names` before. `declared` are
+    """Raises `ValueError` if all gradients were summed along one of `names` before. `declared` are
     the parameters as the gradient function got them.
 
-    The gradient of a parameter that is declared varying varies too, unless a sum over devices made
-    it the same on all. A mean over devices does not change gradients that are the same on all. So
-    with `mean` the gradients are refused only if the loss varies: it was then not summed as they
-    were.
+    If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
+    axis made it the same on all devices. One gradient that varies shows that there was no sum of
+    all gradients. A mean over devices does not change gradients that are the same on all. So with
+    `mean` they are refused only if the loss varies: then only the gradients were summed.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -488,7 +490,7 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns the given axes along which a gradient varies and the loss does not: the loss may have
     been reduced there.
 
-    If no gradient varies either, loss and gradients were both reduced, which is right.
+    If neither the loss nor a gradient varies, both were reduced, which is right.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -501,7 +503,8 @@ def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
     """Returns the traced program of a gradient function. Some of its parameters, `declared`, are
-    shares; `shares` has their paths by axis. Raises `ValueError` if the trace fails on shapes."""
+    shares; `shares` has their paths by axis. Raises `ValueError` if the function cannot be traced
+    because shapes do not match."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -609,7 +612,7 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
-    `A {U_X} -> A`.
+    from one term of the sum on each device to the sum on all, `A {U_X} -> A`.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. They have
@@ -627,10 +630,9 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     the block computes in.
 
     Args:
-        function: a block; its first argument is the tree of parameters, the same on all devices of
-            `axis`.
-        axis: the axes that split the batch. If a parameter varies along some of these axes, its
-            gradient is summed over the other axes.
+        function: a block; its first argument is the tree of parameters.
+        axis: the axes that split the batch. The gradient of a parameter is summed over those of
+            them along which the parameter is the same on all devices.
     """
     axis = Axis.of(axis)
 

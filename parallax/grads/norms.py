@@ -71,8 +71,9 @@ class Clipped:
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Raises `ValueError` if `grad` is `clipped`: inside `wrapper` it would clip
-    `clipped_gradients`, as the message calls them, and not the gradients of the step."""
+    """Raises `ValueError` if `grad` is `clipped`: inside `wrapper` it would not clip the gradients
+    of the step. `clipped_gradients` is the message's phrase for the gradients that it would clip.
+    """
     if isinstance(grad, Clipped):
         raise ValueError(
             f"{wrapper} wraps grads.clipped, which would clip {clipped_gradients} instead "

@@ -159,11 +159,11 @@ def _nones(tree: PyTree) -> PyTree:
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """Returns the fragments of `model`, after a check that each element of the model is in exactly
-    one fragment.
+    """Returns the fragments of `model`, after a check that all fragments together have as many
+    elements of each leaf as the model.
 
-    The check computes nothing: it counts the elements of each leaf in all fragments, and compares
-    shapes.
+    The check computes nothing: it uses only shapes. So it does not notice that one half of a leaf
+    is in two fragments and the other half in none.
 
     Args:
         stream: has the function that makes the fragments.
@@ -171,8 +171,8 @@ def checked_fragments(
         specs: the specs of the model's leaves; None leaves out the check of split dims.
 
     Raises:
-        ValueError: an element is in no fragment, or in two; a fragment reshapes a leaf; or, with
-            `specs`, a fragment cuts a dim that is split.
+        ValueError: the fragments have more or fewer elements of a leaf than the model; a fragment
+            reshapes a leaf; or, with `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
     # `sizes` has, by path, the number of elements that all fragments together have of a leaf.
@@ -189,8 +189,8 @@ def checked_fragments(
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
                 raise ValueError(
                     f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
-                    f"of {shape}, its shape in the model. Take the leaf, or some of its layers, "
-                    "with the dims that it has."
+                    f"of {shape}, its shape in the model. Take the whole leaf, or some of its "
+                    "layers, and do not reshape it."
                 )
             # The dims that are split over devices, if the fragment has only a part of the dim.
             cut = [
@@ -200,9 +200,9 @@ def checked_fragments(
             ]
             if cut:
                 raise ValueError(
-                    f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
-                    f"{splits[name]}, so the layers in it would depend on the layout. Cut a dim "
-                    "that no axis splits, or use by_path."
+                    f"islands: a fragment has a part of dim {cut[0]} of {name}. That dim is split "
+                    f"by {splits[name]}, so which layers the fragment has would depend on the "
+                    "layout. Cut a dim that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
         if sizes.get(name, 0) != leaf.size:

@@ -73,24 +73,26 @@ def local(
     `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
     and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
     [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step; None stands for all. The mean is over the present islands; absent islands continue
-    with their own weights until a later round. A round without present islands changes nothing.
+    this step; None stands for all. The changes of the present islands are averaged; absent islands
+    continue with their own weights until a later round. A round without present islands changes
+    nothing. `limit` is passed to `train`, which skips a step whose loss is above it.
 
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
             island.
-        outer: the outer optimizer; it acts element by element if weights are split.
+        outer: the outer optimizer; if weights are split, it must act element by element.
         every: H, the steps between two rounds.
-        axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which
-            sends int8.
+        axis: the axis of the islands: a name, or an axis with an algorithm, such as
+            `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
         stream: the part of the model that a round exchanges, and the delay until its use; by
             default the whole model, used at once.
 
     Raises:
         ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
-            to 1. When it runs: `train` works along the islands' axis; the batch is the same on all
-            islands; the state is not a state of islands; the fragments do not cover the model; or
-            the outer optimizer mixes the elements of a leaf that is split.
+            to 1. When the step runs: `train` sends along the islands' axis, or uses a device's
+            index on it; the batch is the same on all islands; the state is not a state of islands;
+            the fragments do not cover the model; or the outer optimizer mixes the elements of a
+            leaf that is split.
     """
     if every < 1:
         raise ValueError(
@@ -107,7 +109,8 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
-    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split.
+    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split. It
+    # gets no specs, `{}`, so an axis may split any dim of a leaf.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
@@ -190,7 +193,7 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the two places of the state in which they are stored."""
+            """Selects the places in a state for the exchange's result and for the new error."""
             return state.sent[self.k], state.error[self.k]
 
         # An exact exchange has no error, so None must count as a leaf.
@@ -342,7 +345,8 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
     """Returns this island's state, without the dim of islands. The arrays of `inner` are
     [islands, ...] and split over the islands, so they are [1, ...] on this device.
 
-    The number of the step has no dim of islands. `names` are the axes of the islands, for an error.
+    The number of the step has no dim of islands. `names` are the axes of the islands, which the
+    error names.
     """
 
     def without_island_dim(path, x):

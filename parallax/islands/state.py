@@ -101,11 +101,12 @@ def init(
         specs: the specs of `state`. They must not name the axis of the islands.
         outer: the outer optimizer, which changes the outer weights in a round.
         mesh: the mesh, with the axis of the islands.
-        axis: the axis of the islands, with or without an algorithm, or `ErrorFeedback(axis)` for an
-            exchange in int8. It must be the `axis` that `islands.local` gets.
+        axis: the axis of the islands: a name, or an axis with an algorithm, such as
+            `ring("island")`; or `ErrorFeedback(axis)` for an exchange in int8. It must be the
+            `axis` that `islands.local` gets.
         stream: the fragments and their delay, as in `islands.local`.
-        trainable: the leaves that the outer optimizer trains, as in `step.init`. Islands do not
-            exchange the other leaves.
+        trainable: the leaves that the outer optimizer trains: a function of a leaf, or a tree of
+            booleans, as in `step.init`. Islands do not exchange the other leaves.
 
     Raises:
         ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
@@ -138,7 +139,8 @@ def state_init(
         mesh: the mesh, with the axis of the islands.
         axis: the axis of the islands, or `ErrorFeedback(axis)` for an exchange in int8.
         stream: the fragments and their delay.
-        trainable: the leaves that the outer optimizer trains.
+        trainable: the leaves that the outer optimizer trains: a function of a leaf, or a tree of
+            booleans.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
@@ -178,7 +180,7 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
-        """Returns a state with the leaves of one island's state that are no arrays."""
+        """Returns `state` with the leaves that are no arrays put in, from one island's state."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
@@ -298,7 +300,8 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
 
-    # The step's number has no dim of islands: it is left out here and put back below.
+    # The step's number (`shapes.step` is `shapes.inner.step`) has no dim of islands: it is left out
+    # here and put back below.
     inner = jax.tree.map(resized, eqx.tree_at(_step, shapes.inner, None))
     inner = eqx.tree_at(_step, inner, shapes.step, is_leaf=_is_none)
     error = jax.tree.map(resized, shapes.error)

@@ -20,10 +20,10 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each attention in `args` and each line of the program that cuts a
-    device's outputs into all heads of this attention.
+    """Yields a finding for each attention in `args`, and each line of the program that reshapes one
+    device's outputs of this attention into the number of heads of the whole model.
 
-    `program` is the traced program with the arguments `args`, the whole arrays.
+    `program` was traced for the arguments `args`, which are whole arrays, not shards.
     """
     modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
     maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
@@ -43,8 +43,8 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields, for each argument of a `shard_map` that has this shape and whose outputs are split,
-    the axes that split them and the number of devices along these axes.
+    """Yields, for each argument of a `shard_map` that is a weight of this shape and is split along
+    its dim of outputs, the axes that split this dim and the number of devices along these axes.
 
     `shape` is that of a projection's whole weight, [..., outputs, inputs].
     """

@@ -1,11 +1,14 @@
 """Finds sums over devices that a loop only adds to a carry: one sum after the loop would give the
 same result.
 
-A `Value` records what the lint knows about one value of the program. Its `parts` are the sums and
-carries that it is a linear function of. Its `differs` are the axes along which it differs between
-devices. Its `trip` is the depth of the innermost loop that changes it, or 0 if none does. A part is
-*spoiled* if the loop's body also uses it in another way than by adding it up; a spoiled sum must
-stay in the loop.
+For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum` after the loop. A
+loop of `carry = carry + psum(x) ** 2` needs the sum in each trip.
+
+A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
+and carries that the value is a linear function of: here the new carry has the parts "old carry" and
+"sum". `differs` are the axes along which the value differs between devices. `trip` is the depth of
+the innermost loop that changes it, or 0 if none does. A part is *spoiled* if the loop's body also
+uses it in another way than by adding it up; a spoiled sum must stay in the loop.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ class Sum(NamedTuple):
 
     Attributes:
         aval: the type of its operand.
-        axes: the axes of the devices.
+        axes: the mesh axes over which it sums.
         where: the caller's source line.
     """
 
@@ -79,7 +82,8 @@ class Loop:
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
         """Returns the parts that an equation's result is a linear function of.
 
-        If the result is another function of its operands, their parts are spoiled.
+        If the result is no linear function of its operands' parts, it has none, and these parts are
+        spoiled.
         """
         parts = frozenset().union(*(value.parts for value in values))
         if parts and not self._is_linear(eqn, values, parts):
@@ -112,8 +116,11 @@ class Loop:
     def _is_linear(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether an equation's result is a linear function of `parts`, those of its
-        operands `values`. A factor must be the same in all trips.
+        """Returns whether an equation's result is a linear function of `parts`, which are the parts
+        of its operands `values`, and whether a sum over devices may move past the equation.
+
+        A factor that is the same in all trips can be applied after the late sum. A mask that is the
+        same on all devices can be applied before it, in each trip.
         """
         name = eqn.primitive.name
         has_parts = [bool(value.parts) for value in values]
@@ -124,7 +131,7 @@ class Loop:
         if name == "div":
             return has_parts == [True, False] and values[1].trip < self.depth
         axes = frozenset().union(*(self.sums[k].axes for kind, k in parts if kind == "sum"))
-        # A mask (the first operand) that is the same on all devices commutes with their sum.
+        # The first operand of a `select_n` is the mask.
         if name == "select_n":
             return not has_parts[0] and not values[0].differs & axes
         if name == "scatter-add":  # the second operand has the places

@@ -1,8 +1,9 @@
 """Tells how arrays are split, dim by dim, before and after operations on one device.
 
-A `Flat` program is a list of operations, its nodes, whose values are numbered. The `Dims` of a
-value have, for each dim, the axes that split it, the outermost first. `sent` is the collective of a
-node, or None.
+A `Flat` program is a list of operations, its nodes. Its values (arrays) have ids, and functions
+take and return these ids. The `Dims` of a value have, for each dim, the axes that split it, the
+outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is the collective
+that a node is, or None.
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,14 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.values import NO_AXES, Dims, sent_inside
 
 ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a reshape
+LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a reshape
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
     """Returns the axes that split dims of which a device has several rows (indices). A device's
     reduction over such a dim covers its own rows only. `shape` is that of the device's block.
     """
-    # A dim with one row on each device may count models, as in an ensemble, so it is left out.
+    # The rows of a dim with one row on each device may be separate models, as in an ensemble.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
@@ -48,9 +49,9 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Returns how one array of an operation is split, given how the other is split: the operand
-    and the result, or the result and the operand. Returns None unless the operation keeps all
-    elements in order.
+    """Returns how one array of an operation is split, given how another is split. One of the two is
+    the operand and the other the result, in either direction. Returns None unless the operation
+    keeps all elements in order.
 
     Args:
         node: the operation.
@@ -86,7 +87,8 @@ def operands(node: Node, result: int) -> Sequence[int]:
 
 
 def joined_axes(program: Flat, node: Node) -> frozenset[str]:
-    """Returns the axes of the collectives in an operation: one, or all those in a loop's bodies.
+    """Returns the axes of the collective that an operation is; for a loop, those of all collectives
+    in its body and its condition.
 
     This library's `replicated` declares that a value is the same along its axes, as after a
     collective over them. `program.ours` returns the jaxpr of a collective of this library, and

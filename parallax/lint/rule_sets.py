@@ -44,14 +44,15 @@ def rules(
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an
       axis that does not split the batch. The number of its heads is static, so a shard computes as
       many heads as the whole, each narrower.
-    * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over such an
-      axis. Its gates are stacked, so a shard has rows of some of the gates.
+    * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over an axis
+      that does not split the batch. Its gates are stacked, so a shard has rows of some of the
+      gates.
     * `too-many-bytes`: more than `limit` bytes on a device. All devices have equally many bytes,
       since a split dim is a multiple of the devices on its axes.
 
     Args:
         tree: the parameters.
-        rule: the rule, from a leaf's path and the leaf to its spec.
+        rule: the rule, a function from a leaf's path and the leaf to the leaf's spec.
         mesh: the mesh.
         batch: the specs of the batch. A weight that is split like the batch is refused: each device
             would multiply its rows by its own part of the weight. Only `rules.fsdp` and
@@ -101,7 +102,8 @@ def _whole(
     """
 
     def rank(pair):
-        """Returns a sort key: first axes that do not split the batch, then large axes and dims."""
+        """Returns a sort key: axes that do not split the batch come before the others, and among
+        either, large axes come first, and then large dims."""
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 

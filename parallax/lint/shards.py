@@ -1,15 +1,17 @@
 """Finds mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
 
-The `Dims` of a value have, for each dim, the axes that split it, the outermost first. A value's
-`shard` is the argument whose elements it has, with the `Dims` of the value. `fed` are the axes
-along which it depends on a split batch, without a collective between. `chosen` are the axes for
-which it depends on the device's index. `known` maps the number of each value of a program to a
-`Value`, the record of what the lint knows about it. `axes_of_blocks` gives the axes that split dims
-of which a device has several rows.
+A *value* is an array in the program; functions take and return its id, an int. A *fact* is one
+thing that the lint knows about a value, such as "it differs along 'data'". A `Value` has the facts
+about one value, and `known[id(program)]` those about all values of a program, by their ids. Three
+facts say what a value was computed from. `shard` is the argument whose elements it has, with the
+`Dims` of the value: for each dim, the axes that split it, the outermost first. `fed` are the axes
+along which it depends on a split batch, with no collective over them between the batch and the
+value. `chosen` are the axes for which it depends on the device's index. `axes_of_blocks` gives the
+axes that split dims of which a device has several rows (indices).
 
-Joining elements of different shards is no mistake in two cases. A dim with one row (index) on each
-device may count models, as in an ensemble. And if the elements are rounded to integers or to 8
-bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
+Joining elements of different shards is no mistake in two cases. If each device has one row of a
+dim, its rows may be separate models, as in an ensemble. And if the elements are rounded to integers
+or to 8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
 """
 
 import math
@@ -28,7 +30,7 @@ from parallax.lint.places import axes_of_blocks, forward, joined_axes
 from parallax.lint.values import NO_AXES, Dim, Dims, Shard, Value, in_tuple, sent_inside
 from parallax.trees import entry_axes
 
-Note = Callable[..., None]  # (mistake, node, *facts)
+Note = Callable[..., None]  # (mistake, node, *details), as `ShardMap.note`
 
 
 @dataclass
@@ -38,11 +40,11 @@ class ShardMap:
     Attributes:
         mesh: the mesh.
         checked: the value of `check_vma`.
-        known: the facts of all values of each program that was read, by the program's id.
+        known: the facts about all values of each program that was read, by `id(program)`.
         body: the function that returns the body of a loop.
         sizes: the sizes of the mesh axes that have several devices.
-        trained: the numbers of the arguments that are trained: a result has the same shape and
-            spec.
+        trained: the indices of the arguments that are trained. An argument counts as trained if a
+            result has its shape and spec.
         exchanged: the axes of permutes and all-to-alls in the body, such as those of a pipeline.
         findings: the mistakes, one for each kind and line.
     """
@@ -60,17 +62,17 @@ class ShardMap:
         """Sets `sizes`, without axes of one device, which split nothing."""
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
-    def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
+    def note(self, mistake: Callable[..., Finding], node: Node, *details: Any) -> None:
         """Notes a mistake at `node`, if it is the first one of its kind on its line. `mistake`, a
-        function of `mistakes`, makes the finding from `facts` and the line."""
-        finding = mistake(*facts, node.where)
+        function in the module `mistakes`, makes the finding from `details` and the line."""
+        finding = mistake(*details, node.where)
         self.findings.setdefault((finding.kind, finding.where), finding)
 
     def devices(self, axes: Iterable[str]) -> int:
         """Returns the number of devices along these axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    # The facts of arguments and results
+    # The facts about arguments and results
 
     def enter(
         self,
@@ -79,23 +81,23 @@ class ShardMap:
         inputs: Sequence[Value],
         ours: Callable[[JaxprEqn], Jaxpr],
     ) -> tuple[list[Value], list[Dims]]:
-        """Returns the facts of the body's arguments, and the axes that split the dims of its
-        results. Also sets `trained`, the numbers of the trained arguments, and `exchanged`, the
+        """Returns the facts about the body's arguments, and the axes that split the dims of its
+        results. Also sets `trained`, the indices of the trained arguments, and `exchanged`, the
         axes of permutes and all-to-alls: along these, `note_layers` accepts a split of the layers.
 
         Args:
             jaxpr: the body.
             params: the parameters of the `shard_map`, with its specs.
-            inputs: the facts of its operands.
+            inputs: the facts about its operands.
             ours: the function that returns the jaxpr of a collective of this library.
         """
-        sources = self._dims(params["in_specs"], jaxpr.invars)
+        argument_dims = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
         returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
         # An argument is trained if it or its gradient is returned, with the same shape and spec.
         # The other arguments that are split are rows of a batch.
         is_trained = [
-            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, sources)
+            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
         ]
         self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
         sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
@@ -103,13 +105,13 @@ class ShardMap:
         # For each argument of a batch, the axes that split its first dim, the rows.
         fed = [
             frozenset(() if trained or not dims else dims[0])
-            for dims, trained in zip(sources, is_trained, strict=True)
+            for dims, trained in zip(argument_dims, is_trained, strict=True)
         ]
         of_batch = NO_AXES.union(*fed)
         arguments = []
-        for i, (value, dims) in enumerate(zip(inputs, sources, strict=True)):
+        for i, (value, dims) in enumerate(zip(inputs, argument_dims, strict=True)):
             # A weight that is split over an axis of the batch is gathered before its use, so its
-            # dim does not count as split over this axis. The first dim of a batch counts rows.
+            # dim does not count as split over this axis. The first dim of a batch has its rows.
             dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -126,17 +128,18 @@ class ShardMap:
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
             # A spec may have fewer entries than the array has dims: the other dims are not split.
             entries = [*spec, *[None] * aval.ndim][: aval.ndim]
-            split.append(tuple(self._large(entry_axes(entry)) for entry in entries))
+            split.append(tuple(self._of_several_devices(entry_axes(entry)) for entry in entries))
         return split
 
-    def _large(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Returns the axes that have several devices, in the given order."""
+    def _of_several_devices(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `axes` that have several devices, in the given order."""
         return tuple(axis for axis in axes if axis in self.sizes)
 
-    def places(
+    def origin_facts(
         self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
     ) -> list[dict[str, Any]]:
-        """Returns the fields `shard`, `fed` and `chosen` of each result of an operation, by name.
+        """Returns the facts `shard`, `fed` and `chosen` about each result of an operation, in a
+        dict by these names.
 
         A result has the shard of the first operand whose elements it keeps. In an operation with
         several results and as many operands, result j belongs to operand j. A collective ends the
@@ -192,8 +195,9 @@ class ShardMap:
         are data, such as tokens of a batch, and their order does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
-        axes = self._large(node.sent.axes if node.sent else ())  # the axes of several devices
-        # Without such axes nothing is gathered. A gather along a new dim is not followed.
+        axes = self._of_several_devices(node.sent.axes if node.sent else ())
+        # Without such axes nothing is gathered. After a gather along a new dim, the split of the
+        # dims is not known.
         if not axes or len(before) != len(after):
             return dims if before == after else None
         grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
@@ -234,26 +238,26 @@ class ShardMap:
         """Notes the mistakes in one result, if it is an update of one of the arguments `bases`.
         `dims` has the axes that split the result's dims.
         """
-        # The u in result = w + u, and the predicates that decide whether it is added.
+        # The ids of u in result = w + u, and of the predicates that decide whether it is added.
         terms = updates.terms(program, result, bases)
         if not terms:
             return
         # The values that hold elements of the update, and the sums that add different shards.
         dims_of, sums = updates.elements(program, result, dims)
         for node, value, axes in sums:
-            # Only a gradient is a mistake: a part that a product, a reduction or a loop made.
-            if updates.is_made(program, value, dims):
-                facts = program.types[value], axes, self.devices(axes)
-                self.note(mistakes.shards_summed, node, *facts)
+            # Only a sum of gradients is a mistake.
+            if updates.may_be_gradient(program, value, dims):
+                details = program.types[value], axes, self.devices(axes)
+                self.note(mistakes.shards_summed, node, *details)
         split = axes_of_blocks(dims, program.shape(result))
         for node, value, axes in updates.reductions(program, dims_of, split):
-            # The values that depend on the reduction, each with the axes that no collective on the
-            # way to it goes over.
+            # The values that depend on the reduction, each with the axes over which a collective is
+            # still missing.
             reached = updates.reached(program, node.outputs, axes)
             missing = NO_AXES.union(*(reached.get(term, NO_AXES) for term in terms))
             if missing:
-                facts = node.name, program.types[value], missing, self.devices(missing)
-                self.note(mistakes.update_mixes_a_shard, node, *facts)
+                details = node.name, program.types[value], missing, self.devices(missing)
+                self.note(mistakes.update_mixes_a_shard, node, *details)
 
     def note_clipped_sums(self, program: Flat) -> None:
         """Notes gradients that are scaled by a norm of one device's part before their sum over
@@ -265,7 +269,7 @@ class ShardMap:
                 continue
             for value in node.inputs:
                 axes = known[value].differs & set(node.sent.axes)
-                # The arguments that the summed value is made from element by element.
+                # The arguments from which operations on single elements make the summed value.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # If the devices train different models, as islands do, each should clip by its own
                 # norm. The sum is then made from weights too: arguments that differ along the axes.
@@ -273,8 +277,8 @@ class ShardMap:
                     self._note_scaled(program, value, axes)
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
-        """Notes operations that scale elements of `result` by their norm on one device only, in the
-        program and in its loops. `axes` are those of the later sum.
+        """Notes operations that scale elements of `result` by the norm of these elements on one
+        device. It looks in the program and in its loops. `axes` are those of the later sum.
         """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
@@ -284,8 +288,8 @@ class ShardMap:
                 # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to
                 # the model.
                 if along and not reduced.node.is_within("jvp("):
-                    facts = program.types[value], along, self.devices(along)
-                    self.note(mistakes.clipped_before_the_sum, scaling, *facts)
+                    details = program.types[value], along, self.devices(along)
+                    self.note(mistakes.clipped_before_the_sum, scaling, *details)
         for value in origins:  # if a loop made it, its gradients may be scaled in the loop's body
             loop = program.made.get(value)
             if loop and loop.name in LOOPS and not loop.is_within("jvp("):
@@ -293,10 +297,10 @@ class ShardMap:
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns the largest number of a batch's rows (examples) that a device has of any argument
-        that differs along `axes`. Returns 0 if no such argument has rows.
+        """Returns how many rows (examples) of the batch a device has, by the arguments that differ
+        along `axes`: the largest number among them, or 0 if none of them has rows.
 
-        `dim.rows` is whether a dim counts rows; its size is then their number.
+        `dim.rows` is true if a dim runs over the rows; the size of the dim is then their number.
         """
         known = self.known[id(program)]
         batch = [argument for argument in program.arguments if known[argument].differs & axes]
@@ -324,18 +328,18 @@ class ShardMap:
             # exchange anything, along an axis are accepted.
             along = fed & set(shard.dims[0]) - self.exchanged - axes_sent_over
             if along:
-                facts = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
-                self.note(mistakes.layers_not_gathered, loop, *facts)
+                details = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
+                self.note(mistakes.layers_not_gathered, loop, *details)
 
 
 def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
-    """Returns the type of each variable with the axes that split its dims."""
+    """Returns, for each variable, its type and the axes that split its dims."""
     return zip(jaxprs.types(atoms), dims, strict=True)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:
-    """Returns the values that depend on an argument, and the axes of the collectives that take one
-    of them."""
+    """Returns the ids of the values that depend on an argument, and the axes of the collectives
+    that take one of these values."""
     dependent, axes = {argument}, set()
     for node in program.nodes:
         if dependent & set(node.inputs):

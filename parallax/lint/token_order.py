@@ -23,7 +23,7 @@ from parallax.lint.finding import Finding
 from parallax.trees import entry_axes, is_array
 
 
-def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
+def tokens_out_of_order(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
     """Yields a finding for inputs and targets whose order differs from that of the program's table
     of places.
 
@@ -34,15 +34,15 @@ def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
     arguments = [_whole_numbers(leaf) for leaf in leaves] or [None] * len(program.in_avals)
     for eqn, values in _shard_maps(program, arguments):
         sizes = eqn.params["mesh"].shape
-        inputs = [
+        known_operands = [
             (value, spec)
             for value, spec in zip(values, eqn.params["in_specs"], strict=True)
             if value is not None
         ]
         # A table of places is whole on all devices: no axis is in its spec.
-        tables = [value for value, spec in inputs if _is_table(value) and not any(spec)]
+        tables = [value for value, spec in known_operands if _is_table(value) and not any(spec)]
         # Any two arrays of one shape and spec may be inputs and targets.
-        for (first, spec), (second, second_spec) in itertools.permutations(inputs, 2):
+        for (first, spec), (second, second_spec) in itertools.permutations(known_operands, 2):
             if first.shape == second.shape and spec == second_spec:
                 yield from _differently_ordered(first, second, spec, sizes, tables)
 

@@ -484,9 +484,9 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         )
     if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(
-            "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are "
-            f"made, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it "
-            "out: gradients are then reduced once, or by zero=3 where they are made."
+            "decoder: Compute(reduce_in_backward=True) sums gradients in the backward pass of "
+            f"each block, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). "
+            "Leave it out: gradients are then reduced once per step, or with zero=3 by each block."
         )
     if compute.unroll is not None and compute.unroll < 1:
         raise ValueError(
@@ -495,7 +495,7 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(
-            "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over "
-            f"the tensor axis, so it needs sequence=True; got Layout({layout}). Set it, or leave "
-            "`comms` out."
+            "decoder: Compute(comms=...) is for blocks that split tokens over the tensor axis, so "
+            f"it needs sequence=True; got Layout({layout}). Set sequence=True, or leave `comms` "
+            "out."
         )

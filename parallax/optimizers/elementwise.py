@@ -1,10 +1,10 @@
 """Checks that an optimizer acts element by element, so that its update of a shard of a leaf is the
 shard of its update of the leaf.
 
-`checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
-have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
-or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size, such as a learning rate scaled by the size of a dim. The allowed
+`checked` makes this check once for each set of shapes. It traces the update on leaves whose split
+dims have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an
+update or a new state that is not computed element by element from its own leaf. It also refuses a
+program that depends on the size, such as a learning rate scaled by the size of a dim. The allowed
 operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
@@ -131,8 +131,8 @@ class _Leaf(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """Whether the parameter has the gradient's shape; with ZeRO-1 the parameter is whole and
-        the gradient a share."""
+        """Whether the parameter has the gradient's shape: both are shares, or both are whole. It is
+        False in ZeRO-1, where the parameter is whole and the gradient a share."""
         return np.shape(self.gradient) == np.shape(self.weight)
 
 
@@ -176,7 +176,8 @@ class _Update:
             size * math.prod(map(lax.axis_size, names | unnamed))
             for size, names in zip(np.shape(weight), by_dim, strict=True)
         )
-        # A vector has only one dim, so it is known which one is split.
+        # `is_open`: the leaf is split over an axis that its spec does not name, so the dim is
+        # unknown. A vector has only one dim.
         split, is_open = axes | self.axes(gradient), ndim > 1 and bool(unnamed)
         return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
 
@@ -313,9 +314,10 @@ class _Update:
         one common axis, with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # If the specs leave open which dim of some leaf is split, no two leaves are surely alike:
-        # equal shapes may be split along different dims.
+        # If the spec of a leaf leaves open which dim is split, its shapes do not tell. To be safe,
+        # one such leaf makes every pair count as different.
         is_open = any(leaf.is_open for leaf in self.leaves)
+        # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
@@ -349,7 +351,8 @@ class _Update:
         # Other errors are the optimizer's own.
         if not _is_about_shapes(error):
             return
-        # A share of a gradient met a whole parameter.
+        # In ZeRO-1 a share of a gradient met a whole parameter. Other leaves, also whole ones, have
+        # gradients of their own shape (`is_shard`).
         for leaf in self.leaves:
             if not leaf.is_shard:
                 raise UnfitOptimizer(

@@ -2,10 +2,13 @@
 is done element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
-a fact about the program is true for shards and for whole leaves. Leaves are parameters, named by
-number, from 0 on. Two more numbers stand beside them: `WHOLE`, for any array that no axis splits,
-and `RIGHT`, for a result that a wrapper marked as right on shards. A value that *mixes* uses
-several elements at a time, and so would be wrong on shards. `met` joins the sources of several
+a fact about the program is true for shards and for whole leaves. A result is *right on shards* if
+each device computes from its shards just its part of the result for whole leaves. A value that
+*mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
+
+Leaves are parameters, named by number, from 0 on. Two more numbers are used in the same way:
+`WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as right
+on shards. `met` joins the sources of several
 values, and `run` follows a program inside an equation. `linear(x, forward=..., backward=...,
 name=...)` is one equation of that name, so a result can be *marked* by a name.
 """
@@ -30,27 +33,27 @@ from parallax.grads.results import matching_parameters
 
 # Numbers beside those of the leaves (see above), and the names of the two marks in the program.
 WHOLE, RIGHT = -1, -2
-RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
+RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if its operands are"
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns an optimizer's `update`, with its results marked as valid on shards, so that
-    `checked` accepts these results.
+    """Returns an optimizer's `update`, with its results marked as right on shards: `checked` then
+    accepts them without a check.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
             those that have a gradient.
-        at: the function that made `update`, for the error without parameters; "" if `update` does
-            not need parameters.
+        at: the name of the function that made `update`, for the error if no parameters are passed;
+            "" if `update` does not need parameters.
     """
 
     def wrapped(gradients, state, params=None, **extra):
-        """Returns the updates and the state, marked; on unknown sizes, where `update` would fail,
-        marked arrays of the same types."""
+        """Returns the updates and the state, marked as right on shards. If sizes are unknown,
+        `update` would fail; then returns marked arrays of the types that it would return."""
         if at and params is None:
             raise ValueError(
-                f"{at}: update needs the parameters, whose shapes tell shares from wholes. "
-                "Pass params."
+                f"{at}: update needs the parameters, whose shapes show which gradients are shares "
+                "and which are whole. Pass params."
             )
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
@@ -64,7 +67,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
 
 def _marked(x: Any) -> Any:
-    """Returns `x`, marked as right on shards; anything but an array is returned as it is."""
+    """Returns `x` with the mark of a result that is right on shards. Returns anything but an array
+    as it is."""
     if not isinstance(x, jax.Array):
         return x
     # The mark is the name of an equation, since only equations are kept in a traced program.
@@ -72,7 +76,8 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns `like`, as a result made of `x`: marked as right on shards if `x` does not mix."""
+    """Returns `like` with the mark of a result that is computed from `x`: it is right on shards
+    unless `x` mixes, since `x` is then wrong already."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -87,9 +92,9 @@ class Value(NamedTuple):
     """The sources of a value in an optimizer's program.
 
     Attributes:
-        leaves: the numbers of the leaves from which the value is computed, `WHOLE` and `RIGHT`
-            among them. If empty, the value is one number, or an array of equal numbers, and the
-            same on all devices.
+        leaves: the numbers of the leaves from which the value is computed. `WHOLE` is among them if
+            it uses an array that no axis splits, and `RIGHT` if it uses a marked result. If empty,
+            the value is one number, or an array of equal numbers, and the same on all devices.
         mixes: why the value is not computed element by element; empty if it is.
     """
 
@@ -107,8 +112,8 @@ def of_leaf(number: int) -> Value:
 
 
 def same_everywhere(aval: Any) -> Value:
-    """Returns the sources of an array of this type that is the same on all devices: a single number
-    has none, since it may be combined with elements of any shard."""
+    """Returns the sources of an array of this type that is the same on all devices: `WHOLE`. A
+    single number has no sources, since it may be combined with elements of any shard."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
@@ -155,7 +160,8 @@ class _Elements(jaxprs.Following):
         operation, even if it has a program inside."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
-        # `RIGHT_IF_GIVEN` marks a result only if its operands do not mix, so it keeps `mixes`.
+        # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is right if the operands that it
+        # is given are, so it keeps the reason why they mix.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         # It mixes only if it combines a split array with one that is not split.
@@ -195,8 +201,8 @@ class _Elements(jaxprs.Following):
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     """Returns the sources of a result of type `aval` that an equation computes element by element.
 
-    `value` has the sources of all its operands. If a shard and a whole array are among them, the
-    result mixes: element i of the shard is not element i of the whole array.
+    `value` has the sources of all operands of the equation. If a shard and a whole array are among
+    them, the result mixes elements: element i of the shard is not element i of the whole array.
     """
     # Updates that `zero.sharded` has gathered are whole, though they are made of shards: they are
     # marked by `RIGHT`, and vary along no axis.
@@ -221,9 +227,9 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
-    """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
-    function closes over. An operation that knows the size may give other results on a shard. `seen`
-    are the ids of the objects around `x`."""
+    """Returns whether `x` contains a symbolic size, in a shape or in a value that a Python function
+    in `x` closes over. An operation that knows the size may give other results on a shard. `seen`
+    are the ids of the objects that contain `x`."""
     match x:
         # A function may close over itself, so an object inside itself is not searched again.
         case _ if id(x) in seen:

@@ -1,25 +1,26 @@
-"""Optimizers that look at more than one element at a time, made right on shards.
+"""Makes optimizers that look at more than one element at a time correct for leaves that are split
+over devices.
 
-An update of a shard is the shard of the update only if the optimizer acts element by element, and
-`step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two wrappers bring each
-leaf to its *owners*, the devices that update it, and return to each device its own *share* of the
-update:
+A device that updates only its shard of a leaf gets its part of the leaf's update only if the
+optimizer acts element by element. `step.make` refuses other optimizers
+(`parallax.optimizers.elementwise`). Two wrappers bring each leaf to its *owners*, the devices that
+update it, and return to each device its own *share* of the update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
 number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table has
-the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. The
-update itself moves only in `by_matrix`:
+the bytes that each link carries for a leaf of S bytes, with n devices of `axis`. Only `by_matrix`
+sends the update too:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-In `by_matrix`, a leaf that is split along its layers is already on its owners, and only ZeRO-1
-moves its update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the
-shares, and `shards.take` cuts one out of a whole leaf.
+In `by_matrix`, the shares of a leaf that is split along its layers are on their owners already, and
+its update is sent only in ZeRO-1. A `Split` is a dim of a leaf and the axes that split it;
+`shards.gather` joins the shares, and `shards.take` cuts one out of a whole leaf.
 """
 
 import functools
@@ -108,9 +109,9 @@ def by_matrix(
             number, as in `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
-            convolution, or of heads, might be taken for layers; the number of layers on a device is
-            not a multiple of the number of their owners; a dim of layers other than the last is
+        ValueError: a leaf has more than three dims, and `layers` has no number for it (a dim of a
+            convolution, or of heads, might be taken for layers); the number of layers on a device
+            is not a multiple of the number of their owners; a dim of layers other than the last is
             split over `axis`; the optimizer combines several leaves, as clipping by the global norm
             does; or another error of `whole`.
     """
@@ -136,7 +137,8 @@ def by_matrix(
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer`, declared right on shards, so that `step.make` does not check its update.
+    """Returns `optimizer`, declared to give correct updates of shards, so that `step.make` does not
+    check them.
 
     It is for an optimizer that combines the shards itself, with collectives of its own.
     """
@@ -146,15 +148,15 @@ def on_shards(
 
 
 class _Way(NamedTuple):
-    """The splits by which a leaf goes to its owners.
+    """How a leaf is divided, for its way to its owners, the devices that update it.
 
     Attributes:
         name: the dotted path of the leaf.
         lead: the number of its first dims that are layers.
         splits: the dims that `axis` splits, each with its axes.
         inner: one split, of dim lead - 1 over the names in `axis` that split no dim of the leaf;
-            empty if there are no such names. The layers are divided among the owners over the axes
-            of `splits`, and then over the axes of `inner`.
+            empty if there are no such names. Dim lead - 1 is divided among the owners first over
+            all axes of `splits`, and then over those of `inner`.
     """
 
     name: str
@@ -196,7 +198,7 @@ class _Owners(NamedTuple):
     apart: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
-        """Returns the splits by which the leaf at `path` goes to its owners."""
+        """Returns how the leaf at `path` is divided, for its way to its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
@@ -252,9 +254,10 @@ class _Owners(NamedTuple):
         # go through one `jax.vmap`.
         for (sizes, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
             members, lead = _only(whole_weights, paths), len(sizes)
-            # Each layer is updated by one device, so the optimizer must not join leaves.
+            # Each layer is updated by one device, so the optimizer must not combine leaves.
             if self.apart:
-                _check_apart(one_layer, _first(members, lead), _first(old, lead))
+                weight_shapes, state_shapes = _shapes_of_one_layer((members, old), lead)
+                _check_apart(one_layer, weight_shapes, state_shapes)
             # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.
             run = checked(
                 _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
@@ -279,8 +282,9 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter, a share or whole. Of `way`, `splits` cut the leaf,
-    `lead` first dims are layers, and `inner` divides the layers further."""
+    no layers. `x` is a gradient or a parameter, a share or whole, and `weight` the parameter, whose
+    shape and type show which. `way.splits` are the splits of the leaf, `way.lead` is the number of
+    its first dims that are layers, and `way.inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -288,7 +292,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     _check_divides(x.shape, splits_of_x, way)
     for split in way.splits:
         # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
-        # for layers, by an all-to-all. A share along the layers is on its owner already.
+        # for layers, by an all-to-all. A share along the layers is on its owner already. No earlier
+        # dim of layers is split (`_check_layers`).
         if split not in splits_of_x:
             x = shards.take(x, [Split(layers_dim, split.axis)])
         elif split.dim > layers_dim:
@@ -297,9 +302,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
-    layers that the device owns: the reverse of `_to_owner`. Of `way`, `splits` cut the leaf, `lead`
-    first dims are layers, and `inner` has divided the layers further."""
+    """Returns this device's part of an update, split as the parameter `weight` is: the reverse of
+    `_to_owner`, with the same `way`. `x` is the update of the layers that the device owns."""
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
@@ -328,7 +332,7 @@ def _only(tree: PyTree, paths: list[Any]) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: x if path in paths else None, tree)
 
 
-def _first(tree: PyTree, lead: int) -> PyTree:
+def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
     """Returns the shapes of one layer of each array, whose first `lead` dims are layers."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
@@ -396,6 +400,6 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
                 "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-                f"optimizer makes {what} from {names}. Use optimizers.whole, or join leaves "
-                "elsewhere: step.make and grads.clipped clip by the norm."
+                f"optimizer makes {what} from {names}. Use optimizers.whole, or combine leaves "
+                "outside of the optimizer, as step.make and grads.clipped do to clip by the norm."
             )

@@ -219,7 +219,7 @@ def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
     """Returns the refusal of a path that several arrays have."""
     shapes = " and ".join(str(leaf.shape) for name, leaf in arrays if name == path)
     what = (
-        f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape "
+        f"{path}: each leaf needs a path of its own, but this is the path of leaves of shapes "
         f"{shapes}"
     )
     return Refusal("same-path", path, what, RENAME)

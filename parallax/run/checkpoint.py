@@ -424,9 +424,8 @@ class Checkpoints:
         )
         if others := records.differences(record.numbers, numbers):
             self._say(
-                f"step {step} has other plain numbers than this program, and they are used: "
-                f"{others}. A number that belongs to "
-                "the code should be a static field."
+                f"the plain numbers of step {step} differ from this program's, and the stored ones "
+                f"are used: {others}. A number that belongs to the code should be a static field."
             )
         # The shapes as Orbax stores the arrays: random keys are integers.
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}

@@ -74,7 +74,7 @@ class Differs(NamedTuple):
         doubt = (
             ""
             if self.outvoted
-            else ", and two versions are equally common: which is right is not known"
+            else ". Two versions are equally common, so it is not known which one is right"
         )
         return f"{where} of the {self.copies} devices that should hold the same{doubt}"
 
