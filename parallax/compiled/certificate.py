@@ -181,14 +181,14 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Adds up the bytes, the counts and the hops of `entries`. Returns a sentence for each of these
-    three sums that differs from its prediction. Fewer hops than predicted are no difference.
+    """Returns a sentence for each number that differs from its prediction: the bytes, the count and
+    the hops of all `entries`. Fewer hops than predicted are no difference.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
         predicted: the predicted bytes, count and hops; a number that is None is not compared. None
             stands for no prediction at all.
-        entries: the program's entries; an empty list if the program has none.
+        entries: the program's entries along the same axes; an empty list if the program has none.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -202,6 +202,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
+        if field == "hops":  # entries of one kind have the hops of one chain, which counts once
+            actual = sum({entry.kind: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue

@@ -11,12 +11,14 @@ Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from parallax import rules, trees
 from parallax._typing import PyTree, Specs
@@ -159,11 +161,8 @@ def _nones(tree: PyTree) -> PyTree:
 def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
-    """Returns the fragments of `model`, after a check that all fragments together have as many
-    elements of each leaf as the model.
-
-    The check computes nothing: it uses only shapes. So it does not notice that one half of a leaf
-    is in two fragments and the other half in none.
+    """Returns the fragments of `model`, after a check that each element of the model is in exactly
+    one fragment. The check uses only the shapes of the model's leaves.
 
     Args:
         stream: has the function that makes the fragments.
@@ -171,19 +170,19 @@ def checked_fragments(
         specs: the specs of the model's leaves; None leaves out the check of split dims.
 
     Raises:
-        ValueError: the fragments have more or fewer elements of a leaf than the model; a fragment
-            reshapes a leaf; or, with `specs`, a fragment cuts a dim that is split.
+        ValueError: an element is in two fragments or in none; a fragment reshapes a leaf; or, with
+            `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
-    # `sizes` has, by path, the number of elements that all fragments together have of a leaf.
+    # `sizes` has, by path, the numbers of elements that the fragments have of a leaf.
     # `wholes` has the leaves of the model by path, and `splits` their specs.
-    sizes: dict[str, int] = {}
+    sizes: dict[str, list[int]] = {}
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
     for fragment in fragments:
         for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(fragment.get, model)):
             name = trees.dotted(path)
-            sizes[name] = sizes.get(name, 0) + leaf.size
+            sizes.setdefault(name, []).append(leaf.size)
             shape = wholes[name].shape
             # A part of a leaf must have as many dims as the leaf, and no dim may be larger.
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
@@ -205,10 +204,51 @@ def checked_fragments(
                     "layout. Cut a dim that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
-        if sizes.get(name, 0) != leaf.size:
+        found = sum(sizes.get(name, []))
+        if found != leaf.size:
             raise ValueError(
                 "islands: the fragments together must have each element of the model once; they "
-                f"have {sizes.get(name, 0)} elements of {name or 'the parameter'}, which has "
+                f"have {found} elements of {name or 'the parameter'}, which has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
+    if any(len(parts) > 1 for parts in sizes.values()):
+        _check_apart(fragments, model)
     return fragments
+
+
+def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
+    """Raises `ValueError` if two fragments have the same element of a leaf of `model`."""
+    for first, second in itertools.combinations([_indices(each, model) for each in fragments], 2):
+        for name in first.keys() & second.keys():
+            # The parts have an element in common if their indices meet along every dim.
+            pairs = zip(first[name], second[name], strict=True)
+            if all(np.intersect1d(*along).size for along in pairs):
+                raise ValueError(
+                    "islands: the fragments together must have each element of the model once; "
+                    f"two of them have the same elements of {name or 'the parameter'}. Take "
+                    "other layers in each fragment."
+                )
+
+
+def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
+    """Returns where the parts of a fragment are in the leaves of `model`: by path, for each dim,
+    the indices in the leaf of the elements that the part has along that dim."""
+    found: dict[str, list[np.ndarray]] = {}
+    for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
+
+        def numbered(leaf, dim=dim):
+            """Returns an array of the leaf's shape, whose elements are their indices along the dim;
+            it is only a view of one row of numbers, so it takes no memory."""
+            row = [1] * leaf.ndim
+            if dim < leaf.ndim:
+                row[dim] = leaf.shape[dim]
+            return np.broadcast_to(np.arange(math.prod(row)).reshape(row), leaf.shape)
+
+        # The fragment may use `jax.numpy`, whose results in a trace have no values otherwise.
+        with jax.ensure_compile_time_eval():
+            part = jax.tree.map(np.asarray, fragment.get(jax.tree.map(numbered, model)))
+        for path, leaf in jax.tree.leaves_with_path(part):
+            if dim < leaf.ndim:
+                along = tuple(slice(None) if d == dim else 0 for d in range(leaf.ndim))
+                found.setdefault(trees.dotted(path), []).append(leaf[along])
+    return found
