@@ -64,7 +64,7 @@ def optimizer_specs(
     remaining dim stays split as in the parameter. If dims have equal sizes, it may be unclear which
     of them was reduced. A dim of the moment then stays split only if it is split alike in every
     possible case. Any other shape raises `ValueError`, unless the parameter is whole: then its
-        state is whole too.
+    state is whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
