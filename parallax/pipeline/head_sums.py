@@ -170,9 +170,8 @@ class _Sums(jaxprs.FollowingAlong):
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
-        # is the last device along all of them, so the index along the others is the last one. An
-        # axis that is not of the stages, such as a data axis, has any index: its last one stands
-        # for all, since the devices along such an axis run the same head.
+        # is the last device along all of them, so the index along the others is the last one. Of
+        # an axis that is not of the stages, such as a data axis, only the last index is checked.
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:

@@ -4,8 +4,8 @@ the ticks, without a conditional.
 A job is a loop of one iteration, or of none on a stage without this job in the tick. The jobs are F
 (the forward pass of a chunk of layers for one microbatch), I (the cotangent of its input x) and W
 (the gradients of its weights). All devices run the embedding and the head together, since these may
-communicate over the stages. A tick has several parts, in this order: embed; then the stage's job,
-which is forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
+communicate over the stages. A tick has several parts, in this order: embed; then the stage's job, if
+it has one: forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
 exchange sends messages in every tick, and they wait in slots until the jobs that need them. A slot
 is a numbered place in a buffer.
 
@@ -14,8 +14,8 @@ none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fiel
 of slots. Embed, head and embed_backward have one microbatch for all stages, such as
 `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
 the next: `carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients.
-`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns
-F's output and the new carry. `jobs.index` is the number of this stage.
+`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
+carry. `jobs.index` is the number of this stage.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
