@@ -4,8 +4,8 @@ the ticks, without a conditional.
 A job is a loop of one iteration, or of none on a stage without this job in the tick. The jobs are F
 (the forward pass of a chunk of layers for one microbatch), I (the cotangent of its input x) and W
 (the gradients of its weights). All devices run the embedding and the head together, since these may
-communicate over the stages. A tick has several parts, in this order: embed; then the stage's job, if
-it has one: forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
+communicate over the stages. A tick has several parts, in this order: embed; the stage's job, if it
+has one: forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
 exchange sends messages in every tick, and they wait in slots until the jobs that need them. A slot
 is a numbered place in a buffer.
 

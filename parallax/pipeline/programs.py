@@ -216,8 +216,8 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the arguments of the head that follow `(params, x)`: the rows of a microbatch, and
-        its number for taps."""
+        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and its
+        number for taps."""
         # The number for taps is -1 on a stage whose loss is not used, so it may differ between
         # the stages, and is typed so.
         return self.rows(microbatch), varying(
