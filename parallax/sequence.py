@@ -49,7 +49,7 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `linear` gives the result its name, and has `axis`'s own algorithm in the backward pass too.
+    # `linear` gives the result its name, and makes the backward pass use the algorithm of `axis`.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 

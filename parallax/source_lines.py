@@ -44,7 +44,7 @@ def source(eqn: JaxprEqn) -> str:
         line = f"{name}:{frame.line_num}"
         if _is_callers(name):
             return line
-        is_ours = name.startswith(_PACKAGE) and not name.startswith((_LINT, _COLLECTIVES))
+        is_ours = name.startswith(_PACKAGE) and not name.startswith(_COLLECTIVES)
         if library_line == UNKNOWN and is_ours:
             library_line = line
     return library_line

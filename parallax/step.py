@@ -113,8 +113,8 @@ def make(
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
             default `value` is the loss; an optimizer that takes no extra arguments ignores it.
-        specs: the specs of the model. They say which dim of a leaf is split; it may depend on the
-            dim whether an optimizer is right on the shards.
+        specs: the specs of the model, which say which dim of a leaf is split. An optimizer may be
+            right on shards of one dim and wrong on shards of another.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,

@@ -318,7 +318,7 @@ def rule(model: PyTree) -> Rule:
     _check_attention(model)
 
     def is_layer(node):
-        """Returns whether a node of the model is a layer of this file."""
+        """Returns whether a node is a `ColumnLinear`, a `RowLinear` or an `Embedding`."""
         return isinstance(node, ColumnLinear | RowLinear | Embedding)
 
     specs: dict[str, P] = {}
