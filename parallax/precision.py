@@ -46,7 +46,8 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Returns `grad` computed on parameters in `dtype`, with gradients in the parameters' dtypes.
+    """Returns a function like `grad`, which computes with the parameters cast to `dtype`, and
+    returns gradients in the parameters' own dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
     cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
@@ -91,8 +92,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
     """Returns `grad` of a `scaled` loss, with its loss and its gradients divided by `scale`.
 
-    Both are float32 or wider. Use `unscaled` inside a function that compares the size of gradients
-    with a bound, such as `grads.clipped`.
+    The loss and the gradients are float32 or wider. Use `unscaled` inside a function that compares
+    the size of gradients with a bound, such as `grads.clipped`.
 
     Raises:
         ValueError: `grad` was made by `grads.clipped`.
@@ -157,7 +158,8 @@ def adjusted(
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
     it is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so it is
-    always finite. Gradients that need a greater scale are lost in float32 sums anyway.
+    always finite. Gradients so small that they need a greater scale would vanish in float32 sums
+    anyway.
 
     Args:
         scale: the `Scale` of this step.

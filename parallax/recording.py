@@ -2,7 +2,8 @@
 
 The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
 over layers or microbatches sets the number of the layer or microbatch, by `at`, while it traces the
-model. The loop needs only this file. While no record is made, this file adds nothing to a program.
+model. The code of the loop imports only this file, not `taps`. While no record is made, this file
+adds nothing to a program.
 """
 
 import contextlib

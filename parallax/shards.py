@@ -31,7 +31,7 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
     lacks is whole, and has no splits.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis.
+        ValueError: a dim is split over `axis` first, and each part again over another axis.
     """
     splits = []
     for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
@@ -43,8 +43,8 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
                 f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, "
-                f"the last of them innermost, and gathered or scattered over {inside!r}. A "
-                "device's blocks would not lie one after another. Name those axes last, "
+                f"the last of them innermost, and gathered or scattered over {inside!r}. The "
+                "gathered blocks would not be neighbours in the whole leaf. Name those axes last, "
                 f"{(*outside, *inside)!r}, or split another dim over them."
             )
         if inside:

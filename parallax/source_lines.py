@@ -32,7 +32,8 @@ def source(eqn: JaxprEqn) -> str:
     """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
 
     It is the innermost line of the user's code. Without such a line, it is the innermost line of
-    this library outside `lint` and `collectives`; without that too, it is `UNKNOWN`.
+    this library outside `lint` and `collectives`: the function that calls a collective says more
+    than the collective's own lines. Without that too, it is `UNKNOWN`.
     """
     library_line = UNKNOWN
     for frame in frames(eqn):
@@ -43,7 +44,7 @@ def source(eqn: JaxprEqn) -> str:
         line = f"{name}:{frame.line_num}"
         if _is_callers(name):
             return line
-        is_ours = name.startswith(_PACKAGE) and not name.startswith((_LINT, _COLLECTIVES))
+        is_ours = name.startswith(_PACKAGE) and not name.startswith(_COLLECTIVES)
         if library_line == UNKNOWN and is_ours:
             library_line = line
     return library_line

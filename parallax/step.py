@@ -1,10 +1,10 @@
 """Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
 
 An array varies along a mesh axis if its type says that it may differ between the devices of the
-axis; otherwise it is the same there. A parameter that varies is a shard. `checked` refuses an
-optimizer that is wrong on shards. Auxiliary values, `aux`, are a tree of values to log or to use in
-`after_update`. The loss scale (`precision.Scale`) is a factor that keeps gradients of 16 bits in
-range.
+axis; otherwise it is the same on all devices of the axis. A parameter that varies is a shard.
+`checked` refuses an optimizer that is wrong on shards. Auxiliary values, `aux`, are a tree of
+values to log or to use in `after_update`. The loss scale (`precision.Scale`) is a factor that keeps
+gradients of 16 bits in range.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from parallax.optimizers.elementwise import checked, with_extra
 
 
 class State(eqx.Module):
-    """The state that a step changes, from which a run can continue. Its specs are a `State` too,
-    with a spec in place of each array.
+    """The state that a step changes, from which a run can continue. The specs of a state are
+    another `State`, which has a spec in place of each array.
 
     Attributes:
         model: the parameters, in a tree that may have leaves of other kinds.
@@ -99,7 +99,7 @@ def make(
     update would make a finite number of the model or of the optimizer's state infinite or NaN. A
     skipped step changes only the number of the step (and the loss scale), and its `Info` says so.
     `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
-    (`run.spikes` gives one). A leaf without a gradient stays as it is.
+    (`run.spikes` computes such a limit). A leaf without a gradient stays as it is.
 
     Args:
         grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
@@ -107,13 +107,14 @@ def make(
         optimizer: an optimizer that acts element by element, since each device updates its own
             shards, or one of `parallax.optimizers`.
         max_norm: the largest global norm, over all shards: larger gradients are scaled down to it.
-        reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares
-            are added; by default `jax.lax` adds them.
+        reduce_norm_over: axes whose collective algorithms add the shards' sums of squares for the
+            norm, such as `ring("data")`; over all other axes `lax.psum` adds them.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
-        extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`.
-        specs: the specs of the model. They say which dim of a leaf is split; the choices of an
-            optimizer may depend on this.
+        extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
+            default `value` is the loss; an optimizer that takes no extra arguments ignores it.
+        specs: the specs of the model, which say which dim of a leaf is split. An optimizer may be
+            right on shards of one dim and wrong on shards of another.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,
@@ -185,7 +186,8 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    gives only the dtype of the count, and `axes` is the argument of that name of `grads.norm`.
+    is used only for its dtype, in which the lost numbers are added up, and `axes` is the argument
+    of that name of `grads.norm`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -235,8 +237,8 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
-    state does not vary."""
+    """Refuses with a `ValueError` a loss that varies along an axis, if some leaf of the state is
+    the same on all devices of that axis."""
     # The leaves of the model may all vary because they are shards of one model, or because each
     # device trains a model of its own. The state's step number is no shard: only if it varies too,
     # each device has its own model, and the loss may vary.
@@ -250,8 +252,8 @@ def _check_own(loss: Array, state: State) -> None:
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so each device has the loss of only its "
-            "own rows, although the state is of one model there. Wrap the gradient function in "
-            f"{REDUCING} over that axis."
+            "own rows, although all devices of that axis have the same model. Wrap the gradient "
+            f"function in {REDUCING} over that axis."
         )
 
 
@@ -297,8 +299,8 @@ def _check_form(path: str, new: Any, old: Any) -> None:
 
         raise ValueError(
             f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
-            f"{shown(new)}. A leaf that is not an array is part of the program, and no step "
-            "can change it. Make it an array in the model, so that it can change."
+            f"{shown(new)}. A leaf that is not an array is a constant of the compiled step, so no "
+            "step can change it. Make it an array in the model, so that it can change."
         )
 
     def form(x):
@@ -362,8 +364,8 @@ class Planned(NamedTuple):
     """A state that is planned but not made yet.
 
     Attributes:
-        init: makes the state, each shard on its device. `init()` makes a new model;
-            `init(model)` takes the arrays of that whole model instead.
+        init: makes the state, each shard on its device. `init()` makes a new model. `init(model)`
+            makes none, and takes the arrays of `model`, which must be whole (not shards).
         shapes: a `jax.ShapeDtypeStruct` with its sharding for each array, and the other leaves of
             the state.
         specs: the spec of each array.
@@ -437,12 +439,15 @@ def planned(
     # The step's number and the loss scale are the same on all devices.
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
+    # Takes None or a model, as `init` below does, and makes the state's arrays on their devices.
     make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
 
     def with_static(state):
         return dataclasses.replace(state, model=eqx.combine(state.model, statics[0]))
 
     def init(given=None):
+        """Returns the state of a new model, or, if `given` is a model with whole arrays, of that
+        one."""
         return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
@@ -451,9 +456,9 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state with the shardings of `shapes`, a state of
-    `ShapeDtypeStruct`s, under `jit`. If its argument is None, it makes the state by `make()`. Else
-    the argument is a model with whole arrays, and it makes the state by `begin(model)`."""
+    """Returns a function that makes a state under `jit`. If its argument is None, it makes the
+    state by `make()`. Else the argument is a model with whole arrays, and it makes the state by
+    `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the shardings."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
@@ -481,10 +486,10 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
-    `shapes`, which are those of the planned model. Each process must have every array of `given` as
-    a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays are not those
-    of `shapes`."""
+    """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
+    `shapes`. `shapes` are the shapes of the planned model. Each process must have every array of
+    `given` as a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays
+    are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):

@@ -1,18 +1,19 @@
 """Marks in a model: `tap` names a value, so that each device can report it and its cotangent.
 
-While no record is made, `tap` returns its argument and adds nothing to the program. While a record
-is made, `tap` is an identity whose lowering calls back to Python. Its transpose is another
-identity, which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map`
-and in pipelines, and code that reads programs sees no effect. Users call `tap` as `bisect.tap`, so
-errors name it so.
+A record of values is made in a `with recording():` block. Outside of one, `tap` returns its
+argument and adds nothing to the program. Inside, `tap` is an identity whose lowering calls back to
+Python. Its transpose is another identity, which reports the cotangent. So taps work under `scan`,
+`checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a tap has no effect (in JAX's sense),
+so transformations treat it like any other operation. Users call `tap` as `bisect.tap`, so errors
+name it so.
 
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
 numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
-reports: FORWARD the value, LINEAR (of a tangent) nothing, BACKWARD the cotangent, and AFTER a value
-that is computed after the backward pass. Its `mark`, a `Mark`, has the name of the tap (`path`),
-and says how the value is split (`dims`, `terms`). Its `recorder` is the object to which it reports.
-`RECORDER` holds the recorder of the record that is made now, and `AT` the numbers of the microbatch
-and the layer that `recording.at` set.
+reports. FORWARD: the value; LINEAR, for the tap of a tangent: nothing; BACKWARD: the cotangent;
+AFTER: a value that is computed after the backward pass. Its `mark`, a `Mark`, has the name of the
+tap (`path`), and says how the value is split (`dims`, `terms`). Its `recorder` is the object to
+which it reports. `RECORDER` holds the recorder that is active now, and `AT` the numbers of the
+microbatch and the layer that `recording.at` set.
 """
 
 import contextlib
@@ -90,7 +91,7 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: the number of each path, in the order in which the taps were first traced.
+        paths: for each path its index, from 0, in the order in which the taps were first traced.
         marks: the mark of each path, as it was first traced.
         reports: the reports of all devices, in any order.
     """
@@ -124,9 +125,9 @@ def tap(
     *,
     places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """Returns `x`. While a record is made, `x` and its cotangent are reported as `path`.
+    """Returns `x`. Inside `recording`, `x` and its cotangent are reported under the name `path`.
 
-    Otherwise a tap costs nothing.
+    Outside of it a tap costs nothing.
 
     Args:
         x: a value of the model: on each device, its block.
@@ -135,8 +136,8 @@ def tap(
         spec: the split of the whole value. "batch" stands for all splits of the batch's rows: the
             data axis, and microbatches. `P(unreduced={"tensor"})` says that each device of that
             axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
-            its own value, and that the whole value is their mean, as for a loss. Along other axes
-            all devices have the same value.
+            its own value, and that the whole value is their mean, as for a loss. Along all axes
+            that the spec does not name, the devices must have the same value.
         places: for each dim that is not split into equal blocks in order, the positions of its
             elements in the whole array.
 
@@ -163,10 +164,11 @@ def tap_tree(
     Args:
         tree: any tree.
         path: the first part of the names.
-        specs: the spec of each array, in a tree like `tree` that may have more leaves.
+        specs: a tree with a spec at the path of each array of `tree`; it may also have specs at
+            other paths.
         without: the axes over which the arrays were gathered, so that the axes in `specs` no longer
             split them.
-        loops: the number of first dims that the specs have and the arrays do not have, because a
+        loops: the number of leading dims that are in the specs but not in the arrays, because a
             loop, such as a scan over layers, takes one slice of these dims at a time.
         way: `AFTER` for values that are computed after the backward pass and have no cotangent.
     """
@@ -180,8 +182,8 @@ def tap_tree(
     def tapped(leaf_path, leaf):
         """Returns one leaf, tapped if it is an array of floating-point numbers.
 
-        Its spec, by path in `specs_by_path`, loses the gathered axes, `without`, and its first
-        `loops` dims.
+        The leaf's spec is looked up by path in `specs_by_path`. The gathered axes (`without`) and
+        the first `loops` dims are removed from it.
         """
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
@@ -279,7 +281,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
     `others` are the operands of `tap_p` after `x`. First comes the device's index along each axis,
     then the numbers of the microbatch and the layer, then the positions for each dim in
-    `mark.placed`. The result is empty, as a callback without results must return it.
+    `mark.placed`. Returns an empty tuple, since a callback without results must return one.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]
@@ -297,8 +299,9 @@ def _differentiated(primals, tangents, **params):
     `primals` are its operands and `tangents` their tangents; `params` are the `mark`, the `way` and
     the `recorder` of the tap."""
     x, *others = primals
-    # The tap of a tangent is LINEAR: it reports nothing, and its transpose is the tap of the
-    # cotangent.
+    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; its transpose is the
+    # tap of the cotangent. The other ways stay: LINEAR is linear already, and BACKWARD and AFTER
+    # are differentiated only if a whole backward pass is, as for a second derivative.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
@@ -308,8 +311,8 @@ def _differentiated(primals, tangents, **params):
 
 def _transposed(cotangent, x, *others, **params):
     """Returns the cotangents of the operands of `tap_p`: for `x` its cotangent, tapped unless it is
-    zero, and None for the others, which are integers. Only the tap of a tangent (LINEAR) becomes
-    the tap of a cotangent."""
+    zero, and None for the others, which are integers. Only the transpose of the tap of a tangent
+    (LINEAR) is the tap of a cotangent (BACKWARD); other taps report no cotangent."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]
@@ -317,8 +320,8 @@ def _transposed(cotangent, x, *others, **params):
 
 def _batched(arguments, dims, *, mark, way, recorder):
     """Returns the tap under `jax.vmap`, and the result's mapped dim: the batching rule of `tap_p`.
-    In the mark, the mapped dim is a dim of the batch. `arguments` are the operands of `tap_p`, and
-    `dims` the mapped dim of each, or None."""
+    The mark of the new tap describes the mapped dim as a dim of the batch. `arguments` are the
+    operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]

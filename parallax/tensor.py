@@ -4,7 +4,8 @@ The first layer of a pair is column-parallel: each device has some of its output
 row-parallel: each device has some of its inputs. A device's outputs of the first layer are its
 inputs of the second, so nothing is sent between the two. `copy_to` stands before the pair (identity
 forward, all-reduce backward), and `reduce_from` after it (all-reduce forward, identity backward).
-The axis may be several axes. With `()` nothing is split, and the same code runs on one device.
+In place of one axis, several may be given. With `()` nothing is split, and the same code runs on
+one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
 axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
@@ -32,7 +33,7 @@ from parallax.trees import SpecsByPath
 
 
 class Comms(NamedTuple):
-    """The communication between devices before and after the layers that are split over them.
+    """The communication before and after the layers that are split over devices.
 
     `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
 
@@ -43,24 +44,27 @@ class Comms(NamedTuple):
         axis: the axis that the layers are split over.
         everywhere: `axis` and the axes that share the vocabulary with it. `all_tokens` and
             `sum_partials` communicate over the axes of `everywhere`.
-        all_tokens: `(x)`: from the residual stream to all tokens, [B, T, D], which each device then
-            uses in its own way.
-        sum_partials: `(x)`: from partial sums for all tokens, [B, T, D], to the residual stream.
+        all_tokens: `(x)`: takes the residual stream, and returns all tokens, [B, T, D]. Each device
+            may then compute something different with them.
+        sum_partials: `(x)`: takes partial sums for all tokens, [B, T, D], and returns the residual
+            stream.
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
         row: `(x, weight, bias)`: a row-parallel layer, whose result is the residual stream.
         local_tokens: `(x, dim)`: the part of `x` for this device's tokens of the residual stream;
             `dim` is the dim of tokens.
-        copy_to: `(weight)`: from a weight that all devices of `axis` have whole to a weight that
-            each device uses in its own way, so that its gradients are summed.
+        copy_to: `(weight)`: takes a weight that all devices of `axis` have whole, and returns it
+            so that each device may compute something different with it, and the devices' gradients
+            of the weight are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
-        context_tokens: `(x, dim)`: the part of `x` for the tokens that the layers compute: all
-            tokens, unless there is a context axis.
+        context_tokens: `(x, dim)`: the part of `x` for the tokens that this device's layers
+            process: all tokens, unless there is a context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
         context_shards: the number of devices that split the tokens of the layers.
         over_tokens: the axis or axes that split the tokens of the residual stream.
-        gathered: `(x)`: from rows for the residual stream's tokens, [B, T, ...], to rows for all
-            tokens of the layers, the same on all devices of `axis`. `gathered` has no gradient.
+        gathered: `(x)`: takes one row for each of this device's tokens of the residual stream, and
+            returns the rows of all tokens that the layers process, [B, T, ...]. They are the same
+            on all devices of `axis`, and no gradient flows through `gathered`.
         wrap_experts: takes the function of a mixture of experts and returns a function whose
             experts are split over an axis, as `experts.comms` does.
     """
@@ -85,8 +89,9 @@ class Comms(NamedTuple):
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Returns the communication of Megatron's pairs over `axis`, with all tokens on every device.
 
-    `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which the
-    vocabulary is split too, such as the stages of a pipeline.
+    So nothing gathers or splits tokens: `all_tokens` is only `copy_to`, and `local_tokens` is the
+    identity. `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which
+    the vocabulary is split too, such as the stages of a pipeline.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -103,7 +108,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
 
 def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """Returns `x`, which each device of `axis` may use in its own way from here on: Megatron's f.
+    """Returns `x`, typed so that each device of `axis` may compute something different with it:
+    Megatron's f.
 
     It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
     Its transpose is `reduce_from`.
@@ -205,8 +211,8 @@ class ColumnLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]: all outputs outside the map, and this
-            device's outputs inside.
+        linear: weight [outputs, inputs] and bias [outputs]: all outputs outside `shard_map`, and
+            this device's outputs inside.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -235,7 +241,7 @@ class RowLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]. Outside the map the weight has all
+        linear: weight [outputs, inputs] and bias [outputs]. Outside `shard_map` the weight has all
             inputs; inside, this device's inputs.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
@@ -246,8 +252,8 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """Returns all outputs for this device's inputs of one vector, or of many: the sum of the
-        devices' products, plus the bias. `key` is ignored, as in Equinox.
+        """Returns all outputs: the sum of the devices' products, plus the bias. `x` is one vector
+        or several, of which this device has some inputs. `key` is ignored, as in Equinox.
 
         Raises `ValueError` if the weight is not split along its inputs, or does not fit `x`.
         """
@@ -265,7 +271,7 @@ class Embedding(eqx.Module):
     `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
-        embedding: weight [rows, width]: all rows outside the map, this device's inside.
+        embedding: weight [rows, width]: all rows outside `shard_map`, this device's inside.
         axis: the axis or axes that the rows are split over; `()` on one device.
     """
 
@@ -302,8 +308,8 @@ def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
     It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
-    leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims
-    before the last two of a weight are whole.
+    leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a weight may
+    have further dims in front of its last two, and these are not split.
 
     Raises:
         ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
@@ -312,7 +318,7 @@ def rule(model: PyTree) -> Rule:
     _check_attention(model)
 
     def is_layer(node):
-        """Returns whether a node of the model is one of the three layers."""
+        """Returns whether a node is a `ColumnLinear`, a `RowLinear` or an `Embedding`."""
         return isinstance(node, ColumnLinear | RowLinear | Embedding)
 
     specs: dict[str, P] = {}
@@ -400,15 +406,15 @@ def check_column(
 ) -> None:
     """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs.
 
-    `inputs` has one size, that of the inputs of `x`: a weight [inputs, ...] must begin with it.
-    `name` is the name of the calling function, for the message.
+    `inputs` is a tuple of one number, the number of inputs of `x`. The first dim of the weight must
+    have this size. `name` is the name of the calling function, for the message.
     """
     if weight.shape[:1] != inputs:
         raise ValueError(
             f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
             f"and the weight is of shape {weight.shape} here. Split its outputs over "
-            f"{Axis.of(axis).names!r} and not its inputs. Pass an eqx.nn.Linear, which is stored "
-            "[outputs, inputs], as a whole, and not its weight."
+            f"{Axis.of(axis).names!r} and not its inputs. If you have an eqx.nn.Linear, pass the "
+            "layer and not its weight, which is stored as [outputs, inputs]."
         )
 
 
@@ -426,8 +432,9 @@ def check_row(
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
             f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. "
-            f"Split its inputs over {axis.names!r} and not its outputs. Pass an eqx.nn.Linear, "
-            "which is stored [outputs, inputs], as a whole, and not its weight."
+            f"Split its inputs over {axis.names!r} and not its outputs. If you have an "
+            "eqx.nn.Linear, pass the layer and not its weight, which is stored as "
+            "[outputs, inputs]."
         )
     if axis.size() == 1:  # nothing is split
         return
@@ -462,7 +469,8 @@ def embed(
 
     `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
-    nan, or zeros if its weight is 0. One all-reduce sums the devices' results of `embed_partial`.
+    nan, or zeros if its factor in `weights` is 0. One all-reduce sums the devices' results of
+    `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis

@@ -2,11 +2,12 @@
 
 Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
 an axis form a box, whose *sides* are the axis's pieces of the dims. A closed path of single steps
-through that box is the ring of the axis: out along one side, and back through all other lines. A
-*cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
-cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
-the mesh is taken. A *laying* is an order of a dim's pieces along the dim, and a *line* is a laying
-as an array. A *path* is the order in which the ring of an axis visits the points of its box.
+through that box is the ring of the axis: it goes out along one side, and comes back through all
+other points. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one
+whose hops cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the
+last axes of the mesh is taken. A *laying* of a dim gives each combination of the axes' coordinates
+a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and `lines` are such
+arrays. A *path* is the order in which the ring of an axis visits the points of its box.
 `metrics[dim]` has the number of links between each two places of a dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
@@ -33,8 +34,8 @@ Cut = tuple[tuple[int, ...], ...]
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each dim of a torus closes in a ring.
 
-    On a flat torus a dim closes if it has 16 chips. Otherwise all dims close if each is a multiple
-    of 4 chips, and none if not.
+    On a flat torus a dim closes if it has 16 chips. On a torus of three dims, all dims close if the
+    size of each is a multiple of 4 chips; else none closes.
 
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
@@ -50,8 +51,9 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
     Other devices keep the order given. For GPUs this order is machine by machine, so the last axes
     stay inside a machine. A slice is a group of TPUs on one torus. Devices of several slices are
-    taken slice by slice, so that the first axes cross the network. TPUs are not placed by their
-    coordinates if these fill no box, or if the axes cannot be split between the slices.
+    taken slice by slice, so that only the first axes of the mesh connect devices of different
+    slices. TPUs are not placed by their coordinates if the coordinates do not form a complete box,
+    or if the axes cannot be split between the slices.
 
     Args:
         devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
@@ -82,8 +84,8 @@ def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
     number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
-    that are possible. The product of all factors is `count`, or a smaller divisor of `count` if the
-    axes have no such factors; `device_array` then ignores coordinates.
+    that are possible. The product of all factors is `count`. If no factors of the axes have this
+    product, it is a smaller divisor of `count`, and `device_array` ignores the coordinates.
     """
     factors = []
     for size in sizes:
@@ -188,11 +190,11 @@ def _laid(
 ) -> np.ndarray:
     """Returns the coordinates of each device of the mesh: an array [*sizes, dims].
 
-    The cores of a chip count as the last dim.
+    The last dim is the one of the cores on a chip.
 
     Args:
         cut: the pieces of each dim.
-        lines: for each dim, how its pieces are laid: one of `_lines`.
+        lines: for each dim, its laying: one of `_lines`.
         paths: for each axis, the path through its box: one of `_paths`.
         sizes: the sizes of the mesh's axes.
     """
@@ -201,6 +203,7 @@ def _laid(
         # For each axis, the coordinate along this dim of each point of the axis's path.
         digits = []
         for axis, path in enumerate(paths):
+            # A path has a column for each dim in which its axis has a piece above 1, in order.
             dims_of_axis = [d for d, pieces_of_dim in enumerate(cut) if pieces_of_dim[axis] > 1]
             if pieces[axis] > 1:
                 digits.append(path[:, dims_of_axis.index(dim)])
@@ -223,8 +226,9 @@ def _links(size: int, ring: bool) -> np.ndarray:
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
     """Yields each way to cut the dims of a box: `cut[dim][axis]`.
 
-    The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. Dim by
-    dim, the axes' sizes are divided by their pieces, so at the end all must be 1.
+    The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. The
+    search goes dim by dim, and divides the axes' sizes by the chosen pieces. A cut is complete if
+    all quotients are 1 at the end.
     """
     if not box:
         if all(size == 1 for size in sizes):
@@ -256,17 +260,18 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
 
     The array gives the place along the dim of each combination of digits; a digit is an axis's
-    coordinate in its piece. Any axis may be the innermost. The places of the inner axes for one
-    digit of an outer axis are a stretch. Every second stretch may run backward. With two axes, the
-    end of a stretch and the beginning of the next then have the same inner digit, so the outer axis
-    goes from one to the other by a hop of one link.
+    coordinate in its piece. Any axis may be the innermost. For each digit of an outer axis, the
+    digits of the inner axes fill a stretch of neighbouring places. In every second stretch they may
+    be in reverse order. With two axes, the end of a stretch and the beginning of the next then have
+    the same inner digit, so the outer axis goes from one to the other by a hop of one link. With
+    three axes or more, not all stretches join so.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
     # With four axes or more, only one order is tried: there would be too many.
     for order in itertools.permutations(axes) if len(axes) < 4 else [tuple(axes)]:
         # With one axis there is no inner stretch that could run backward.
-        for fold in (False, True)[: max(1, min(2, len(axes)))]:
+        for fold in (False, True) if len(axes) > 1 else (False,):
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
                 # From the outermost axis to the innermost; after an odd digit the next stretch runs
@@ -323,11 +328,12 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns, for each path, the shares of its steps that go from coordinate i to j of a side.
+    """Returns, for each path, the fraction of its steps that go from coordinate i to coordinate j
+    along a side.
 
     The array is [paths, sides, i, j], padded to the longest side. A step that moves along another
-    side goes from i to i. The sum of the shares, each times the links between i and j, is the mean
-    number of links of a hop.
+    side goes from i to i. The sum of the fractions, each times the links between i and j, is the
+    mean number of links of a hop.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -349,7 +355,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     paths = []
     for order in itertools.permutations(range(len(sides))):
         ordered_sides = [sides[k] for k in order]
-        # The points line by line. Each step goes to a neighbour, but the way from the last point
+        # The points row by row. Each step goes to a neighbour, but the way from the last point
         # back to the first may be long.
         paths_in_order = [_snake(ordered_sides)]
         if len(ordered_sides) == 1 and sides[0] > 2:
@@ -359,16 +365,16 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
             back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
             paths_in_order.append([(k,) for k in out + back])
         if len(ordered_sides) > 1:
-            # The path goes out along the first side, and back through the lines that leave that
-            # side; every second line runs backward. The path has passed the first point of each
-            # line on the way out, so this point is left out on the way back.
-            line = _snake(ordered_sides[1:])
+            # The path goes out along the first side, and back through the rows that leave that
+            # side; every second row runs backward. The path has passed the first point of each
+            # row on the way out, so this point is left out on the way back.
+            row = _snake(ordered_sides[1:])
             back = [
                 (k, *point)
                 for i, k in enumerate(reversed(range(ordered_sides[0])))
-                for point in (line[1:], line[:0:-1])[i % 2]
+                for point in (row[1:], row[:0:-1])[i % 2]
             ]
-            paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
+            paths_in_order.append([(k, *row[0]) for k in range(ordered_sides[0])] + back)
         # `[:, inverse]` puts the columns of a path, one per side, back into the order of `sides`.
         inverse = np.argsort(order).astype(int)
         for path in paths_in_order:
@@ -379,7 +385,7 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all points of a box in an order in which each point is one step from the one before.
 
-    `sides` are the lengths of the box. Every second line runs backward, so that no step is longer.
+    `sides` are the lengths of the box. Every second row runs backward, so that no step is longer.
     """
     points: list[tuple[int, ...]] = [()]
     for size in sides:

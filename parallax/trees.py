@@ -83,8 +83,8 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    For a path that is not in the dict it returns None. Most rules must place at least one leaf; an
-    empty dict need not.
+    For a path that is not in the dict it returns None. `rules.specs` refuses most rules that
+    give no leaf a spec; an empty dict is allowed.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:

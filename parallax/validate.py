@@ -4,10 +4,10 @@ fit.
 All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
-by one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
-with its value. The caller gives a `Wording`, which turns values and changes into text (`value`,
-`change`). It also says which sizes the caller cannot change (`fixed`), and which changes pass the
-caller's other checks (`accepts`).
+by one until none is left. In the sentence of a fault, a name in braces, such as {stage}, is
+replaced by the name with its value, such as `stage=4`. The caller gives a `Wording`, which turns
+values and changes into text (`value`, `change`). The `Wording` also says which sizes the caller
+cannot change (`fixed`), and which changes pass the caller's other checks (`accepts`).
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -71,9 +71,10 @@ class Wording(NamedTuple):
     """The form in which the caller writes sizes, and the sizes that the caller can change.
 
     Attributes:
-        value: from a name and its value to text, such as `data=4` or `--data 4`.
-        change: from the fields that the caller wrote, and the new values, to the text that the
-            caller should write.
+        value: a function that takes a name and its value, and returns a text such as `data=4` or
+            `--data 4`.
+        change: a function that takes the fields that the caller wrote and the new values, and
+            returns the text that the caller should write.
         fixed: the sizes that the caller cannot change.
         accepts: whether a change passes all other checks of the caller.
     """
@@ -134,8 +135,9 @@ def refusal(
             batch and tokens, and perhaps experts, devices and processes.
         wording: the form of the message.
         written: the fields that the caller wrote, by name; the others have their defaults.
-        misread: the sentence for a mistake in the text that the caller wrote, or "". The `fields`
-            were read from this text with the mistake corrected.
+        misread: a sentence that reports a mistake in the text that the caller wrote, such as a
+            misspelt name; "" if there is none. The `fields` were read from this text with the
+            mistake corrected.
     """
     sizes = _with_experts(sizes)
     # A mistake in the text comes first. Its cure changes nothing, since `fields` are right already.
@@ -184,6 +186,7 @@ def repaired(
             changed[name] = value
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
+            # A name that is both a field and a size, `processes`, has the value of the field.
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
@@ -202,8 +205,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     them.
 
     If there are faults of `_values` or `_counts`, such as a negative count, no others are yielded.
-    The others are choices that have nothing to act on or exclude each other, and sizes that do not
-    fit the layout.
+    The other faults are choices without effect, choices that exclude each other, and sizes that do
+    not fit the layout.
 
     With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
     of devices, and then the sizes that must be multiples of them.
@@ -376,7 +379,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault if the number of sequences of the batch is not a multiple of the parts into
-    which they are split. Yields another if the same holds for the tokens of a sequence."""
+    which they are split. Yields another if the number of tokens of a sequence is not a multiple of
+    the parts into which a sequence is split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
@@ -434,11 +438,12 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     # axes, `others`, has the other factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
-    more_devices = _multiples("data", data, processes // math.gcd(others, processes))
+    # `_multiples` gives the larger one first.
+    other_data = _multiples("data", data, processes // math.gcd(others, processes))
     yield Fault(
         "Layout: each process must have as many devices as the others; got {processes} for "
         f"{devices} devices.",
-        more_devices[::-1] if "processes" in sizes else (fewer_processes,),
+        other_data[::-1] if "processes" in sizes else (fewer_processes,),
     )
 
 
@@ -447,6 +452,7 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     another if the layout's number of processes is not that of the run."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
+        # The message names the axes that every mesh has, and those of several devices.
         names = [name for name in AXES if name in ALWAYS or fields[name] > 1]
         product = " x ".join(f"{{{name}}}" for name in names)
         yield Fault(
@@ -565,7 +571,8 @@ def _without_fields(sizes: Fields) -> dict[str, Any]:
 
 
 def _differs(value: Any, before: Any) -> bool:
-    """Returns whether two values differ in value or in type: True is not 1."""
+    """Returns whether two values differ in value or in type. In Python True equals 1, but a field
+    `data=True` is a mistake, and its cure, 1, is a change."""
     return type(value) is not type(before) or value != before
 
 

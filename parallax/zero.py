@@ -11,17 +11,19 @@ ZeRO-1 moves the bytes of data parallelism, 2 (n - 1)/n of the parameters' bytes
 reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
 microbatch (again in the backward pass) and scatters once.
 
-A tree of specs, as `rules.specs` makes with `rules.fsdp`, gives the dim of each leaf that is split:
-its entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and is
-all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
-the axes that its spec names, and summed over the others. It is not summed over axes that split the
-parameter itself (experts). A mean divides by the size of all axes. `splits_of(path, by_path, axis)`
-gives the dims of a leaf that `axis` splits, each as a `Split`: the dim and its part of the axis.
-`sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`, so that all devices
-send in one order: else they could wait for each other forever.
+A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
+entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
+says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
+was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
+over the axes that its spec names, and summed over the others. It is not summed over axes that split
+the parameter itself (experts). A mean divides by the product of the sizes of all axes.
+`splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
+dim, and those axes of `axis` that split it. `sequence_after(x, y)` is `x`; on a CPU each of its
+arrays waits for all of `y`, so that all devices send in one order: else they could wait for each
+other forever.
 
-These functions must get the same axis and specs. The class `ZeRO` makes them all, from a stage, an
-axis and the model's rule.
+The functions of this module that are used together must get the same axis and specs. The class
+`ZeRO` makes them all, from a stage, an axis and the model's rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -62,7 +64,8 @@ def reduce_scattered(
     """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
     keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
-    (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
+    Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
+    `grads.averaged`. Leaves that stay
     whole are all-reduced, and so is the loss. A gradient that `reduce_scatter` has already
     scattered inside `grad` is not scattered again: it is only divided.
 
@@ -88,8 +91,8 @@ def reduce_scattered(
     def scatter(value, gradients, params, names):
         """Scatters the gradients; `names` has for each leaf the axes over which it is to be summed.
 
-        Returns the value, the shares, and for each leaf the axes over which it is still to be
-        summed.
+        Returns the value (the loss, or loss and aux), the shares of the gradients, and for each
+        leaf the axes over which its gradient must still be summed.
         """
 
         # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
@@ -129,8 +132,8 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
 
     Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
     `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
-    divides. `axis` has only the axes of the shares, not an axis that splits a parameter itself,
-    such as the experts' axis.
+    divides. `axis` must not have an axis that splits a parameter without ZeRO already, such as the
+    experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -156,9 +159,9 @@ def sharded(
     `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
-    that combines elements would see only the elements of a share, and is refused: wrap it in
-    `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
-    which take the norm over all shares.
+    that combines elements of a gradient, as by a norm, would see only those of a share, so it is
+    refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or
+    `grads.clipped`, which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -192,8 +195,8 @@ def sharded(
         return shards.gather(update, splits(path, weight))
 
     def init(params):
-        """Returns the state of this device's shares, or, outside a map over `axis`, of the whole
-        leaves."""
+        """Returns the optimizer's state for this device's shares; outside a map over `axis`, the
+        state for the whole leaves."""
         # Outside a map the arrays are global, so the state is whole, and `rules.optimizer_specs`
         # gives the specs that split it.
         weights = eqx.filter(params, trees.is_inexact)
@@ -202,8 +205,8 @@ def sharded(
         )
 
     def update(updates, state, weights, **extra):
-        """Returns whole updates, and the state of this device's shares; `updates` are gradients.
-
+        """Returns the updates of whole leaves, and the state for this device's shares. The argument
+        `updates` has the gradients, as in optax.
         Only this device's shares are updated, by `update_shares`, and then the updates are
         gathered.
         """
@@ -246,10 +249,10 @@ def gathered(
     """Returns `function(params, ...)` for parameters that are stored as shares: it gathers them
     before the function, and scatters their gradients after it. ZeRO-3.
 
-    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
-    reduce-scattered sum. If `gathered` wraps a block that a loop runs, one layer at a time is
-    gathered. Wrap the result in `remat.gathers`, or in another policy of `remat`, to gather again
-    in the backward pass, so that no gathered layer is kept:
+    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient of such a leaf is
+    the sum of the devices' gradients, reduce-scattered. If `gathered` wraps a block that a loop
+    runs, one layer at a time is gathered. Wrap the result in `remat.gathers`, or in another policy
+    of `remat`, to gather again in the backward pass, so that no gathered layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
@@ -282,8 +285,8 @@ def gathered_once(
 
     It is for parameters that all microbatches need and that are too small to be gathered in each,
     such as embeddings beside `gathered` blocks. Leaves whose spec is None or does not name `axis`
-    are passed unchanged, and so are their gradients. Wrap it in `grads.averaged`, which sums the
-    gradients of these leaves, and divides all.
+    are passed unchanged, and so are their gradients. Wrap the result in `grads.averaged`, which
+    sums the gradients of these leaves, and divides all gradients by the number of devices.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -332,14 +335,14 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """Returns the specs for `gathered_once` and `gathered`, from the specs of the whole model,
-    whose blocks are stacked.
+    """Returns the specs for `gathered_once` (`ends`) and for `gathered` (`layer`), from the specs
+    of the whole model, whose blocks are stacked. `stage` has those of a pipeline stage's blocks.
 
     Args:
         specs: the specs of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
-        blocks: picks the blocks.
-        loops: the number of first dims of the blocks' arrays that are looped over: 1 for the
+        blocks: a function that takes the model, or a tree like it, and returns its blocks.
+        loops: the number of leading dims of the blocks' arrays that are looped over: 1 for the
             layers, or 2 for the chunks and layers of a pipeline.
 
     Raises:
@@ -491,8 +494,8 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch before it adds them up. In stage 3 the backward pass of the gathers in `loss`
-        scatters them, and only gradients of leaves that stay whole are summed here. In all stages,
+        microbatch before it adds them up. In stage 3 the gradients are scattered in the backward
+        pass of `loss`, so this function sums only those of leaves that stay whole. In all stages,
         parameters that are not split as `rule` says are refused.
         """
 
@@ -526,7 +529,8 @@ class ZeRO:
 
         def check(path, shape):
             """Refuses a leaf that the model lacks, or whose shape on this device does not follow
-            from its spec. By path, `specs` has the specs and `wholes` the whole shapes."""
+            from its spec. `specs` maps each path to its spec, and `wholes` to the shape of the
+            whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

@@ -636,7 +636,7 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": Retention(0)}, r"of 1 or more to keep; got Retention\(newest=0"),
+        ({"keep": Retention(0)}, r"`keep` must be 1 or more; got Retention\(newest=0"),
         ({"keep": Retention(every=0)}, r"got Retention\(newest=3, every=0\)"),
         ({"tries": 0}, "tries of 1 or more; got 0"),
     ],

@@ -230,7 +230,8 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         P("tensor"),
         "tensor.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the "
         "weight is of shape (2, 8) here. Split its outputs over 'tensor' and not its inputs. "
-        "Pass an eqx.nn.Linear, which is stored [outputs, inputs], as a whole",
+        "If you have an eqx.nn.Linear, pass the layer and not its weight, which is stored as "
+        "[outputs, inputs].",
     ),
     "Equinox's order under a row": (
         lambda x, w: unchecked(tensor.row)(ON_TENSOR(x)[:, :2], w, None, "tensor"),

@@ -1015,8 +1015,8 @@ FORGOTTEN = {
             lambda s: zero.reduce_scattered(PLAIN_NET, "data", s),
             lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
         ),
-        "optimizer's state has an array of shape .16, 8. for down, of which a device updates .2, "
-        "8.*optimizer_rule=",
+        "optimizer's state has an array of shape .16, 8. for down, but each device updates only a "
+        "shard of this leaf, of shape .2, 8.*optimizer_rule=",
     ),
 }
 

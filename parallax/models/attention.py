@@ -34,7 +34,7 @@ def grouped(
         v: the values of G heads.
         first: the place of the first query among the keys: query t sees the keys 0 to `first` + t.
         segments: the number of each token's document; tokens of different documents do not see each
-            other. The queries must then be of all tokens, as the keys are.
+            other. With `segments`, there must be a query for every token that has a key.
         sharers: the number of heads of queries that share a head of keys in the whole model. A
             shard is refused if it has more or fewer heads of keys than its queries attend to.
             None: this is not checked.

@@ -29,7 +29,7 @@ POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
 
 
 class Checked(NamedTuple):
-    """Checks the fields of a frozen configuration, and stores them as Python's numbers.
+    """Checks the fields of a frozen configuration, and stores them as `int` and `float`.
 
     Each method raises `ValueError` with a sentence that names the field.
 

@@ -1,5 +1,5 @@
 """A decoder's compiled train step over data x stage x context x tensor, and the function that makes
-its state on the devices that keep it.
+the step's state, each part on the devices that keep it.
 
     options = {"batch": 64, "key": jax.random.key(0)}
     made = decoder.train_step(
@@ -11,7 +11,8 @@ its state on the devices that keep it.
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
 model. A `Layout` has the sizes of the axes, and a `Compute` has all other choices. The L blocks are
 one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the arrays are [v, L / v, ...].
-A model's *static* leaves are those that are not arrays.
+Row c of these has chunk c of every stage, and dim 1 is split over the stages. A model's *static*
+leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ from parallax.models import decoder_taps, recipe
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import PLAIN, Compute, Setup
 from parallax.schedule import Schedule
-from parallax.step import Info, Planned, State, Step, make, planned
+from parallax.step import Info, Planned, State, Step, planned
+from parallax.step import make as make_step
 from parallax.trees import DiskForm
 
 __all__ = [
@@ -98,9 +100,9 @@ class TrainStep(NamedTuple):
             targets; a weight of 0 leaves a target out. If the loss is above `limit`, a scalar, the
             step changes nothing.
         specs: the specs of the state's arrays.
-        local: the step on local blocks, `(state, batch, limit) -> (state, info)` of a `Batch`,
-            before it is mapped over the mesh and compiled. It is for wrappers other than
-            `mesh.spmd`, such as `on_islands.train_step`.
+        local: the step for one device's shards, `(state, batch, limit) -> (state, info)`, where
+            `batch` is a `Batch`. It is not yet mapped over the mesh or compiled. It is for wrappers
+            other than `mesh.spmd`, such as `on_islands.train_step`.
         keys: a function from the step's number, and optionally the number of sequences, to a random
             key for each sequence of the global batch; it returns None without dropout.
         batch: the number of sequences in the global batch.
@@ -128,8 +130,9 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """Returns the train step `(state, windows) -> (state, info)` of a decoder over data x stage x
-    context x tensor, and the function that makes its state.
+    """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
+    data x stage x context x tensor, the function that makes its state, and the parts from which
+    `on_islands` builds a step.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
@@ -140,8 +143,8 @@ def train_step(
         config: the model's sizes.
         optimizer: one that acts element by element, or one of `parallax.optimizers`.
         layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
-            blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L, ...]
-            again.
+            L blocks of the model in the state are [v, L / v, ...], for v chunks per stage, and
+            `joined` makes them [L, ...] again.
         mesh: the mesh of the layout, `mesh.make(**layout.axes)`. It may have more axes, such as the
             axis of islands.
         batch: the number of sequences in the global batch.
@@ -168,7 +171,9 @@ def train_step(
         grad = compose(functions, setup, scale)
 
         def weighted_grad(model, batch):
-            """Returns the loss and the gradients for a batch with normalised weights."""
+            """Returns the loss and the gradients, after the weights of the batch's targets, if it
+            has any, are normalised.
+            """
             return grad(model, recipe.weighted(batch, setup))
 
         # The same function, which also reports the gradients to a recording by `bisect`.
@@ -179,7 +184,7 @@ def train_step(
     # Under ZeRO-3 a device has the same share of all three, so a plain optimizer fits.
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
-    local = make(
+    local = make_step(
         precision.ScaledGrad(grad_of),  # called with the loss scale in the state, or None
         optimizer,
         max_norm=compute.max_norm,
@@ -195,7 +200,16 @@ def train_step(
         return sequence_keys(dropout_key, number, sequences)
 
     train = compiled(local, state.shapes, state.specs, mesh, keys, batch_spec=P(layout.batch_axes))
-    return TrainStep(state.init, state.shapes, train, state.specs, local, keys, batch, setup)
+    return TrainStep(
+        init=state.init,
+        shapes=state.shapes,
+        train=train,
+        specs=state.specs,
+        local=local,
+        keys=keys,
+        batch=batch,
+        setup=setup,
+    )
 
 
 def _planned_state(
@@ -209,9 +223,9 @@ def _planned_state(
 ) -> tuple[Planned, Specs]:
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    A `Planned` state (step.py) is its shapes, its specs, and the function `init` that makes it. The
-    optimizer gets gradients that are split like its own state. Under ZeRO-1 and ZeRO-2, that state
-    is split over more axes than the parameters.
+    A `Planned` (step.py) describes a state: its shapes, its specs, and the function `init` that
+    makes the state. The optimizer gets gradients that are split like its own state. Under ZeRO-1
+    and ZeRO-2, that state is split over more axes than the parameters.
     """
     # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
@@ -253,7 +267,8 @@ def compiled(
     """Returns the step `local`, mapped over the mesh and compiled. It donates the state.
 
     Args:
-        local: the step on local blocks, `(state, batch, *options) -> (state, info)` of a `Batch`.
+        local: the step for one device's shards, `(state, batch, *options) -> (state, info)`, where
+            `batch` is a `Batch`.
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
         mesh: the mesh.
@@ -261,8 +276,8 @@ def compiled(
             None without dropout.
         batch_spec: the spec of the batch.
         info_spec: the spec of the loss and the norm.
-        options: the number of options of `local`. Each is the same on all devices; one that the
-            caller leaves out is None.
+        options: the number of arguments that `local` takes after the batch, such as `limit`. Each
+            is the same on all devices; one that the caller leaves out is None.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
     step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
@@ -271,8 +286,8 @@ def compiled(
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
         """Returns the new arrays of the state, and the step's info. `arrays` is a state without its
-        static leaves, which `step` gets too. `given` are the options that the caller passes; the
-        others are None.
+        static leaves; `step` gets these leaves as well. `weights`, [batch, T], are those of the
+        targets. `given` are the options that the caller passes; the others are None.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -317,6 +332,8 @@ def loss_step(
     """Returns the compiled loss `(model, windows, weights=None) -> loss` of the model that
     `train_step` trains, for evaluation: without dropout, and without the auxiliary losses of the
     blocks. `model` is the field `model` of a state: its blocks have the form that the layout needs.
+    `windows` are sequences of T + 1 tokens, and `weights` the weights of their last T tokens; None:
+    all are 1. The loss is the (weighted) mean over these tokens, in nats.
 
     The size of the batch may differ from training, and must be a multiple of data x microbatches.
     The loss computes in the precision of the parameters. If ZeRO-3 splits the model, its layers are
@@ -397,10 +414,11 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
     """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them: [v,
-    L / v, ...] in a pipeline with v chunks per stage.
+    L / v, ...] in a pipeline with v chunks per stage. Row c has chunk c of every stage, one stage
+    after another.
 
     The `schedule` of `Compute` may place the chunks on the stages in another order. Without that
-    schedule, the chunks keep the order of the layers, which the layout's schedules need.
+    schedule, the chunks keep the order of the layers: the schedules that a `Layout` names need it.
     """
 
     def split(blocks):

@@ -7,11 +7,11 @@ stages holds 1/P of the rows and computes 1/P of the head, so none is slower tha
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
 that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has all that
-its layers compute. `sum_partials(x)` sums the devices' terms for these tokens, and returns the
-device's tokens of the stream. `T shard` is the number of a device's tokens in that stream. The
-functions of `decoder_taps` return their argument unchanged, and report it to a recording by
-`bisect`.
+these further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has all
+tokens that its layers compute. `sum_partials(x)` takes the devices' terms for all tokens of the
+layers, and returns their sums for the tokens that this device has in the stream. `T shard` is the
+number of a device's tokens in that stream. The functions of `decoder_taps` return their argument
+unchanged; while `bisect` records, they also report it.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -58,7 +58,8 @@ class DecoderParts(NamedTuple):
             `(weights, x, keys, layer) -> x` for tokens at these positions. A block with auxiliary
             values returns a `pipeline.Output`.
         add_positions: a function `(model, x, keys, *, first, comms)`. It adds the embeddings of the
-            positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens.
+            positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens. Then it
+            applies the family's dropout, by `keys`, one for each sequence; None: no dropout.
     """
 
     name: str
@@ -117,8 +118,10 @@ def loss(
     Args:
         parts: the functions of the family.
         model: the whole model, or a shard of it along `axis`.
-        batch: a `Batch`. Dropout depends only on a sequence's key, the layer and the head, so it is
-            the same under every layout.
+        batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout, [B] or None.
+            If it has weights, the loss of each target is multiplied by its weight, and the sum is
+            still divided by the number of targets. Dropout depends only on a sequence's key, the
+            layer and the head, so it is the same under every layout.
         attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
             keys and values [B, T, G, K], for H heads of queries and G heads of keys, where G
             divides H. On a GPU it may be `functools.partial(jax.nn.dot_product_attention,
@@ -128,9 +131,9 @@ def loss(
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
-        remat: a function that takes a block, `(weights, x, layer) -> x`, and returns it wrapped,
-            such as one of `parallax.remat`, or one that first gathers the weights
-            (`zero.gathered`).
+        remat: a function that takes a block, `(weights, x, layer) -> x`, and returns a wrapped
+            block. Examples are the functions of `parallax.remat`, and `zero.gathered` with its axis
+            and specs, whose block first gathers its weights.
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
@@ -162,8 +165,8 @@ def logits(
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
     `attend` is causal attention, a function of queries, keys and values, and the errors are as in
-    `loss`. Inside `jax.jit`, a token outside the vocabulary makes the logits after it and after all
-    later tokens nan.
+    `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after it and after
+    all later tokens are nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -281,16 +284,17 @@ def embed(
     """Returns the input of the first block, for this device's part of the tokens: the sum of the
     embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
-    Each device looks up the rows that it has, and `comms` sums them over the devices that share the
-    vocabulary. In a pipeline, all stages share it, and only the first stage uses the sum. Then
-    `across` is `tensor.copy_to` over the stages: in the backward pass it gives the first stage's
-    cotangent to all stages.
+    `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
+    applies the dropout. Each device looks up the rows that it has, and `comms` sums them over the
+    devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only the
+    first stage uses the sum. The caller then passes `tensor.copy_to` over the stages as `across`:
+    in the backward pass it gives the first stage's cotangent to all stages.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, as in padding: the loss does not depend on such a token.
 
     Raises:
-        ValueError: the windows are empty, or longer than the model's context.
+        ValueError: there are no tokens, or more per sequence than the model's context.
     """
     _check_tokens(parts.name, tokens, model.config.context)
     attended = seen(weights)  # whether a target with a weight depends on the token
@@ -325,7 +329,7 @@ def head(
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy of this device's part of the `targets`, in nats per token,
     from the output of the last block. The loss of each target is multiplied by its weight in
-    `weights`.
+    `weights`; the sum is still divided by the number of targets.
 
     In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
     from the last stage to all stages.
@@ -395,14 +399,16 @@ def _with_segments(
 
 
 def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
-    """Refuses with a `ValueError` empty inputs, and windows longer than the model's context."""
+    """Refuses with a `ValueError` empty inputs, and inputs longer than the model's context.
+    `tokens` are the inputs: windows without their last token, which is only a target.
+    """
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, each of two tokens or more; got inputs of shape "
-            f"{tokens.shape}."
+            f"{name} needs one sequence or more, each of one input token or more (a window to "
+            f"train on has one token more); got inputs of shape {tokens.shape}."
         )
     if tokens.shape[1] > context:
         raise ValueError(
-            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of "
+            f"{name}: inputs of {tokens.shape[1]} tokens are longer than the model's context of "
             f"{context}. Cut them, or configure context={tokens.shape[1]}."
         )

@@ -32,7 +32,9 @@ def ends_with(token: int) -> Documents:
     """
 
     def numbered(windows):
-        """Returns the number of `token`s before each token, [batch, window]."""
+        """Returns, for each place of a window, how often `token` stands before it: [batch,
+        window].
+        """
         ends = (windows == token).astype(jnp.int32)
         # `- ends`: the token that ends a document still belongs to that document.
         return jnp.cumsum(ends, axis=1) - ends

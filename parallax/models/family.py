@@ -71,9 +71,10 @@ class Family:
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
-            `axis`, an axis of `size` devices. With `stage`, which may be None, the rule is for a
-            model whose blocks are [v, L / v, ...], for v chunks per stage. For a configuration with
-            experts the function also takes `expert=`, the axis that splits the experts.
+            `axis`, an axis of `size` devices. `stage` is the axis of the stages, or None. With such
+            an axis, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per
+            stage, and splits dim 1 over the stages. For a configuration with experts the function
+            also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device. It is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
@@ -112,8 +113,8 @@ def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tok
     or a later target of its sequence, has a weight other than 0. `weights` are the targets'
     weights.
 
-    The other inputs may have any value, such as the -100 that pads a sequence. None stays None: the
-    loss depends on all inputs.
+    The other inputs may have any value, such as the -100 that pads a sequence. If `weights` is
+    None, the loss depends on all inputs, and the result is None.
     """
     if weights is None:
         return None

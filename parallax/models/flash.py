@@ -41,9 +41,10 @@ def attention(
     number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
     if G does not divide H, and then raises an error.
 
-    For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
-    computes the scores again. It multiplies in the type of `q` and adds up in float32, so its
-    result equals that of `grouped` within the rounding of the type of `q`.
+    For the backward pass the kernel keeps, for each row of the scores, the logarithm of the sum of
+    exponentials, B H T numbers, and computes the scores again. It multiplies in the type of `q` and
+    adds up in float32, so its result equals that of `grouped` within the rounding of the type of
+    `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -87,7 +88,9 @@ def cudnn_attention(
 
 
 def fits_cudnn(tokens: int, head_width: int) -> bool:
-    """Returns whether cuDNN's attention can compute so many tokens, with heads of this width."""
+    """Returns whether cuDNN's attention supports sequences of `tokens` tokens, with heads that are
+    `head_width` wide.
+    """
     return tokens % 2 == 0 and head_width % 8 == 0 and head_width <= 128
 
 
@@ -116,12 +119,13 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `f` as a function that may be called inside a `shard_map` with `check_vma=True`.
+    """Returns a wrapper of `f` that, unlike `f`, passes the checks of a `shard_map` with
+    `check_vma=True`.
 
     `f` is a function from arrays to one array, such as a kernel with its own derivative, and must
-    not communicate. `f` and its derivative are traced to jaxprs without the types of `check_vma`.
-    The results of the jaxprs are then typed as varying along each axis along which an argument
-    varies.
+    not communicate. `f` and its derivative are traced to jaxprs whose types do not say along which
+    axes a value varies. The results of the jaxprs are then typed as varying along each axis along
+    which an argument varies.
     """
 
     @jax.custom_vjp
@@ -151,13 +155,13 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback is traced without types too, since
-        its kernels would be refused like `f`.
+        """Returns the cotangents of the arguments. The pullback is traced without these types too,
+        since `check_vma` would refuse its kernels, as it refuses those of `f`.
         """
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):
-            """Returns the pullback of `cotangent`, rebuilt from its leaves."""
+            """Rebuilds the pullback from its leaves, and returns its result for `cotangent`."""
             return jax.tree.unflatten(pullback.tree, leaves)(cotangent)
 
         return tuple(_run(_untyped(cotangents, cotangent, *leaves), (cotangent, *leaves)))
@@ -177,7 +181,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.tree_util.register_static
 class _PullbackTree:
-    """The tree of a pullback, as a static value: residuals must be arrays or static."""
+    """The tree of a pullback, registered as static: JAX then takes it as a part of the structure of
+    the residuals, which may have only arrays as leaves.
+    """
 
     def __init__(self, tree: Any):
         self.tree = tree
@@ -192,13 +198,13 @@ class _PullbackTree:
 def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     """Returns the jaxpr of `f`, traced without the types of `check_vma=True`.
 
-    JAX keeps the surrounding `shard_map` and its checks for each thread, so a new thread traces
-    outside of them.
+    JAX stores the surrounding `shard_map` and its checks in thread-local variables. So a trace in a
+    new thread is outside of them.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 
     def trace():
-        """Returns the jaxpr, under the settings that the kernels need."""
+        """Returns the jaxpr of `f`, traced with the JAX settings that the kernels need."""
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits only.
         with (
             jax.enable_x64(False),

@@ -5,8 +5,8 @@ values are kept from token to token, so each new token costs a forward pass of o
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
 width, V vocabulary. The *place* of a token is its number in the text, from 0 on. The *window* is
-the last tokens of the text, on which the next token depends. A token is *unknown*, -1 (`NOTHING`),
-if a logit was nan; all later tokens are then unknown too.
+the part at the end of the text on which the next token depends. A token is *unknown*, -1
+(`NOTHING`), if a logit was nan; all later tokens are then unknown too.
 """
 
 import functools
@@ -38,7 +38,8 @@ class Cache(NamedTuple):
     """Keys and values of all layers.
 
     Attributes:
-        keys: the keys of the tokens so far; later places are 0, and no query attends to them.
+        keys: the keys of the tokens so far; the keys at later places are 0, and no query attends to
+            them.
         values: the values of the same tokens.
     """
 
@@ -63,7 +64,7 @@ class Cached(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """A model that writes text.
+    """The functions of a model from which text is drawn.
 
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each of them.
@@ -232,10 +233,11 @@ def sampled(
     axis of the mesh, each device continues its own prompts.
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
-    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and
-    without `cached`, a token costs a pass over the whole window: 2 N flops for each of its tokens.
-    A full window moves by one place for each token. This changes the positions of all its tokens,
-    and so all keys and values.
+    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Once the text
+    is longer than the window, or if there is no `cached`, a token costs a pass over the whole
+    window: 2 N flops for each of its tokens. A full window moves by one place for each token. Each
+    move changes the position of every token in the window, and with it every key and value, so that
+    none can be kept.
 
     If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
     tokens after it. No tokenizer decodes -1.
@@ -288,7 +290,7 @@ def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[.
     logits. The token is -1 if one of these is nan, or if `unknown` is true, since a token before it
     was -1.
 
-    The errors of wrong arguments begin with `name`.
+    Errors about `temperature`, `top_k` or `top_p` begin with `name`, and are raised at once.
     """
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
@@ -328,8 +330,8 @@ def _with_cache(
     token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
-        """Returns the next token, as a step of `lax.scan`. The carry is the token before it, at
-        `place`, and the cache without that token.
+        """Returns the next token, as a step of `lax.scan`. The carry is the previous token, whose
+        place is `place`, and the cache, which does not yet hold this previous token.
         """
         (token, cache), (key, place) = carry, inputs
         logits, cache = model.go_on(token[None], cache, place)  # a batch of one sequence
@@ -397,6 +399,7 @@ def filtered(
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
     # is inf or -inf, some shifted logit is nan.
     shifted = wide - jnp.max(wide)
+    # A comparison of indices marks one element without a scatter.
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
     # The inner `where` avoids a division by 0.
@@ -422,7 +425,7 @@ def filtered(
 def _scalar(needed: str, value: Any, most: float) -> Any:
     """Returns the scalar `value`, unchanged if it is a JAX array, else as a float. It must be
     finite and from 0 to `most`; a tracer's value is unknown and is not checked. Errors begin with
-    `needed`.
+    `needed`, a text such as "gpt2.sample needs a top_p from 0 to 1".
     """
     # The kinds of NumPy's types: signed integers, unsigned integers, floats.
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":

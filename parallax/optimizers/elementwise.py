@@ -1,17 +1,18 @@
-"""Checks that an optimizer acts element by element, so that its update of a shard of a leaf is the
-shard of its update of the leaf.
+"""Checks that an optimizer acts element by element, so that an update of a shard gives the same
+numbers as an update of the whole leaf, of which the shard is then taken.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
-dims have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an
-update or a new state that is not computed element by element from its own leaf. It also refuses a
-program that depends on the size, such as a learning rate scaled by the size of a dim. The allowed
-operations are listed, since a list of forbidden operations could miss some.
+dims have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses the
+update or the new state of a leaf if it is not computed element by element from this leaf. It also
+refuses a program that depends on the size, such as a learning rate scaled by the size of a dim. The
+allowed operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
-the optimizer's state, is the number of its leaf, or None. A moment is a state array of the shape of
-its leaf's gradient. A share is a device's part of a gradient or a parameter. Of a `Value`, `leaves`
-are the numbers of the leaves that it is computed from, and `mixes` says why it is not element by
-element, or is "". The number `WHOLE` stands for any array that is the same on all devices.
+the optimizer's state, is the number of its leaf; None if it belongs to no leaf, as a step count. A
+moment is a state array of the shape of its leaf's gradient. A share is a device's part of a
+gradient or a parameter. A `Value` has the sources of an array in the program: `leaves`, the numbers
+of the leaves that the array is computed from, and `mixes`, the reason why it is not computed
+element by element, or "". The number `WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -36,8 +37,8 @@ MIXES = "this optimizer does not act element by element, so it would train somet
 
 
 class UnfitOptimizer(ValueError):
-    """The error for an optimizer that cannot update shards, or whose state belongs to other leaves
-    than the gradients do."""
+    """The error for an optimizer that cannot update shards, or whose state was made for other
+    leaves than those that have gradients."""
 
 
 def with_extra(
@@ -61,10 +62,10 @@ def checked(
     Args:
         update: the update of an optimizer.
         specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
-            does not name, that axis may split any of its dims.
+            does not name, the check assumes that this axis may split any dim of the leaf.
         at: the name of the caller, for messages.
-        gathered: axes along which leaves count as whole, though their types vary: the caller has
-            gathered them.
+        gathered: axes along which the caller has gathered the leaves. They count as whole, although
+            their types still say that they vary along these axes.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
@@ -79,8 +80,8 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update; checks it first, unless arguments of these types have
-        passed the check already, so that their key is in `decided`."""
+        """Returns the optimizer's update; checks it first, unless `decided` already has the key of
+        these arguments' types, which have then passed the check."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -113,8 +114,8 @@ class _Leaf(NamedTuple):
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
         split: the axes of more than one device along which the gradient or the parameter differs.
         whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split; `whole` is then too large, since
-            each dim counts as split.
+        is_open: whether the specs leave open which dim is split; `whole` is then an upper bound, in
+            which every dim is multiplied by the number of devices.
     """
 
     path: tuple[Any, ...]
@@ -139,8 +140,8 @@ class _Leaf(NamedTuple):
 class _Update:
     """An update and its arguments on one device, for the check.
 
-    `axes` gives the axes along which an array is split. `leaves` are the parameters that have a
-    gradient, and `owners` has the owner of each array of the state.
+    `axes(x)` returns the axes along which an array `x` is split. `leaves` are the parameters that
+    have a gradient, and `owners` has the owner of each array of the state.
     """
 
     def __init__(
@@ -238,8 +239,8 @@ class _Update:
         unknown = dict(zip(ranges, sizes, strict=True))
 
         def resized(x, whole):
-            """Returns `x`, or, if a dim is split, its type with symbolic sizes; `whole` is the
-            shape of the whole leaf."""
+            """Returns `x` if no dim is split. Otherwise, returns the type of `x` with a symbolic
+            size for each split dim. `whole` is the shape of the whole leaf."""
             pairs = zip(np.shape(x), whole, strict=True)
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
@@ -263,8 +264,8 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the sources of an array of the optimizer's state with this owner. A `mixes` in
-        them makes `judge` refuse a result that uses the array."""
+        """Returns the `Value` of an array of the optimizer's state with this owner. If its `mixes`
+        is not empty, `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements.
         if np.size(x) <= 1 and not self.axes(x):
@@ -279,10 +280,10 @@ class _Update:
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses the optimizer if a result is not computed element by element from its own leaf,
-        or from leaves that are split alike.
+        """Refuses the optimizer unless each result is computed element by element, from its own
+        leaf and from no leaf that is split in another way.
 
-        `results` are the sources of the updates and then of the arrays of the new state.
+        `results` has the `Value`s of the updates, and then those of the arrays of the new state.
         """
         count = len(self.leaves)
         # A new state may have more arrays than the old one; they belong to no leaf.
@@ -322,8 +323,8 @@ class _Update:
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
         """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
-        is split, else the first leaf that is split. `fault` is the general fault; by default, that
-        the update mixes elements."""
+        is split, else the first leaf that is split. `fault` is the clause of the message before the
+        reason; the default says that the update mixes elements."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -331,8 +332,8 @@ class _Update:
             f"{self.at}: each device updates its shards alone, and {fault}. {leaf.name} is "
             f"split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
             f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
-            "matrices, each on one device. If the optimizer joins the shards itself, wrap it "
-            "in optimizers.on_shards."
+            "matrices, each on one device. If the optimizer itself communicates, so that its "
+            "result on shards is right, wrap it in optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
@@ -359,8 +360,8 @@ class _Update:
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
                     f"a share of {np.shape(leaf.weight)} as zero.reduce_scattered makes it, and "
                     "the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, "
-                    "specs) or ZeRO.optimizer, and give step.init the rule of the shares as "
-                    "optimizer_rule."
+                    "specs) or ZeRO.optimizer, and pass step.init an optimizer_rule that splits "
+                    "the state into such shares: ZeRO.optimizer_rule, for example."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
@@ -368,12 +369,12 @@ class _Update:
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:
                 raise UnfitOptimizer(
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
-                    f"{leaf.name}, of which a device updates {np.shape(leaf.gradient)}. If this "
-                    "is the state of whole parameters, give step.init the rule of the shares, "
-                    "optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the "
-                    "state by this optimizer's own init inside the map. An optimizer that keeps "
-                    "other shapes than its leaves' needs optimizers.whole(optimizer, "
-                    f"{_spelt(leaf.split)}, specs)."
+                    f"{leaf.name}, but each device updates only a shard of this leaf, of shape "
+                    f"{np.shape(leaf.gradient)}. If this is the state of whole parameters, pass "
+                    "step.init a rule that splits it too, optimizer_rule=rules.fsdp(axis, size=n) "
+                    "or ZeRO.optimizer_rule, or call this optimizer's init inside mesh.spmd. If "
+                    "its state by design has other shapes than the leaves, use "
+                    f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
                 ) from error
         if any(leaf.split for leaf in self.leaves):
             self.refuse(
@@ -381,8 +382,8 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the message for an optimizer whose state belongs to other leaves than the
-        gradients do. `with_state` has the paths of the leaves for which there is state."""
+        """Returns the message for an optimizer whose state was made for other leaves than those
+        that have gradients. `with_state` has the paths of the leaves for which there is state."""
         with_gradient = {leaf.path for leaf in self.leaves}
         # The message names one of the leaves that have only a gradient or only a state.
         path = min(with_state ^ with_gradient, key=trees.dotted)

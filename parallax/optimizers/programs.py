@@ -8,9 +8,11 @@ each device computes from its shards just its part of the result for whole leave
 
 Leaves are parameters, named by number, from 0 on. Two more numbers are used in the same way:
 `WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as right
-on shards. `met` joins the sources of several
-values, and `run` follows a program inside an equation. `linear(x, forward=..., backward=...,
-name=...)` is one equation of that name, so a result can be *marked* by a name.
+on shards, although its computation may mix elements. The *sources* of a value are a `Value`: the
+leaves that it is computed from, and whether it mixes. `met` joins the sources of several values
+into one `Value`, and `run` follows a program inside an equation, such as a branch. A call of
+`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and its argument
+`name` can *mark* the result.
 """
 
 import dataclasses

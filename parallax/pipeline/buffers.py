@@ -1,11 +1,11 @@
-"""Arrays that wait in slots for a later tick, and sums in which some ticks do not count.
+"""Arrays that wait in slots for a later tick, and sums to which idle ticks add nothing.
 
 A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is
 [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick that
 reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick 9. A
-tick counts for a stage if the schedule has a job there: idle stages compute too, and their results
-are masked. An array varies along a mesh axis if its type says that it may differ between the
-devices of the axis.
+stage without a job in a tick is idle. It computes too, but its results are not used: `masked`
+replaces them by zeros. An array varies along a mesh axis if its type says that it may differ
+between the devices of the axis.
 """
 
 import functools
@@ -21,7 +21,8 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import accumulation_dtype, axes, axes_of_type, varying
 
-# Whether a result counts on this stage in this tick; `True` itself if it counts in every tick.
+# Whether a result of this stage is used in this tick, such as whether the stage has a job. It is
+# `True` itself if the result is always used.
 Counts: TypeAlias = Bool[Array, ""] | bool
 
 
@@ -31,7 +32,7 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """Returns the tree if it counts, else zeros."""
+    """Returns the tree if `counts` holds, else zeros."""
     if counts is True:
         return tree
 
@@ -44,7 +45,7 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if the terms count, else `sums`. A term that is None adds
+    """Returns `sums` plus `terms` if `counts` holds, else `sums`. A term that is None adds
     nothing."""
 
     def leaf(total, term):
@@ -92,8 +93,8 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots, [count, ...], for each of these types of arrays.
 
     An array that is the same on all stages, by its type, gets one array [...] for all microbatches
-    instead. In one tick the stages have different microbatches, so such an array depends on no
-    microbatch. `axis` is the axis of the stages.
+    instead. In one tick the stages have different microbatches, so an array that is the same on all
+    of them cannot depend on the microbatch. `axis` is the axis of the stages.
     """
 
     def slots(kind):

@@ -124,8 +124,8 @@ def activation(x: PyTree) -> None:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"pipeline: embed returned {form(path, leaf)}, and random keys do not travel "
-                "between stages. Put them into the batch, one for each row: every stage has its "
-                "microbatch, as `microbatch`."
+                "between stages. Put them into the batch, one for each row: every stage gets the "
+                "microbatch that it works on, as the argument `microbatch`."
             )
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
@@ -166,16 +166,18 @@ def head(traced: Traced, axis: Axis) -> None:
     head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks for such a sum
     in the program.
     """
-    # For each array among the head's arguments (params, x, microbatch, number): whether it is in
-    # `x`, argument 1. `used` is a tree like the arguments.
+    # For each array among the arguments of the program (params, x, microbatch, and the microbatch's
+    # number, for taps): whether it is in `x`, argument 1. `used` is the tuple of these arguments
+    # with a bool in place of each array.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
                 f"pipeline: the head's sum over {name!r} includes values that each stage computes "
                 "from its own x, and only the last stage's x is the model's output. Return the "
-                "loss of this x, without a sum over stages or weights by the stage's index; or, "
-                "for a head that the stages share, begin with x = pipeline.from_last(x, axis)."
+                "loss of this x, with neither a sum over the stages nor a factor that depends on "
+                "the stage's index; or, for a head that the stages share, begin with "
+                "x = pipeline.from_last(x, axis)."
             )
 
 

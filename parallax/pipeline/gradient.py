@@ -3,15 +3,17 @@ one program without conditionals.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
 devices. A collective inside a conditional that differs between devices would hang, so the jobs run
-without a conditional. The values that a microbatch's backward pass needs wait in slots. There are
-as many slots as the schedule holds microbatches at once; in 1F1B they do not grow with M.
+without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
+of slots is the largest number of microbatches that wait on a stage at the same time; in 1F1B it
+does not grow with M.
 
-`jobs` (a `Jobs`, in jobs.py) has the user's functions, each traced once, and `lockstep` and
-`per_stage` are two ways to run them in the ticks of a schedule. Both return sums over all
+`jobs` (a `Jobs`, in jobs.py) runs single jobs by the user's functions, each traced once. `lockstep`
+and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both return sums over all
 microbatches: `loss`; `terms`, the stages' own terms of the loss, or None; the gradients of the
 blocks, which are split over the stages, and of the `ends`, all other parameters; and the auxiliary
 values to log, `of_head` and `of_stages`. An array varies along an axis if its type says that it may
-differ between the devices. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result
+waits until `y` is computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -64,10 +66,10 @@ def value_and_grad(  # noqa: PLR0913
     """Returns the gradient function of `head(stage(... stage(embed(batch))))`, its stages run as
     `schedule` says. Call it inside `mesh.spmd`.
 
-    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The first
-    dim of every leaf of the batch is its sequences, and is cut into M parts in order. Gradients
-    are summed, and returned, in float32 or wider. The gradients of parameters that are the same on
-    all stages are all-reduced over the stages once, at the end.
+    On one device, `jax.value_and_grad` of the mean of this loss over M equal microbatches gives the
+    same. The first dim of every leaf of the batch is its sequences, and is cut into M parts in
+    order. Gradients are summed, and returned, in float32 or wider. The gradients of parameters that
+    are the same on all stages are all-reduced over the stages once, at the end.
 
     `params`, the first argument of all three functions, has all parameters. In `stage`,
     `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
@@ -80,18 +82,18 @@ def value_and_grad(  # noqa: PLR0913
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Arrays
             of floating-point numbers have a cotangent; other arrays, such as masks, have none. It
-            runs on all stages in each forward tick, and counts on the first. The stages may share
-            the work, with collectives over `axis` inside.
+            runs on all stages in each forward tick, and only the first stage's result is used. The
+            stages may share the work, with collectives over `axis` inside.
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
             vP - 1, is its place in the model. It returns a tree like `x`, or an `Output` that also
             has a term of the loss or auxiliary values.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs
-            on all stages, in the ticks in which the last one has finished a microbatch. A loss that
-            varies over `axis` counts on the last stage. A loss that is the same on all stages was
-            computed by them together (begin with `from_last`).
+            on all stages, in the ticks in which the last one has finished a microbatch. If the type
+            of the loss varies over `axis`, the last stage's loss is used. If it does not, all
+            stages must have computed the loss together, in a head that begins with `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
-        axis: the axis of the stages, or several as one; its algorithm reduces the gradients of the
-            parameters that are the same on all stages.
+        axis: the axis of the stages, or several as one. By its algorithm, `Axis.algorithm`, the
+            gradients of parameters that are the same on all stages are all-reduced.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each of their arrays has a first dim of v chunks.
         trainable: the leaves that have a gradient, as in `step.init`. Other leaves have the
@@ -102,8 +104,8 @@ def value_and_grad(  # noqa: PLR0913
             have them.
         scatter: applied to each microbatch's gradients before they are added up, such as
             `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
-            runs in each tick of a lane that makes gradients. It takes a tree like the parameters,
-            with one chunk of the blocks, and None for leaves without a gradient in this lane.
+            runs after each job that computes gradients. It takes a tree like the parameters, with
+            one chunk of the blocks, and None for leaves to which this job has no gradient.
         aux: applied to the stacked auxiliary values: the head's are [M, ...] each, and the stages'
             (`Aux.stages`) [M, vP, ...]. If stages have some, the function returns
             `((loss, Aux(head, stages)), gradients)`. If only the head has some, it returns
@@ -118,6 +120,8 @@ def value_and_grad(  # noqa: PLR0913
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
+    # If the schedule has W jobs, a backward pass runs in two halves: I computes the cotangent of x,
+    # and W, often in a later tick, the gradients of the weights.
     in_halves = schedule.weight is not None
 
     def grad(params, batch):
@@ -147,7 +151,7 @@ def value(
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
     """Returns the loss function that `value_and_grad` differentiates, for evaluation: it runs only
-    the schedule's forward lane, and saves nothing.
+    the schedule's forward jobs, and saves nothing.
 
     The result takes `(params, batch)`, and returns the mean loss over the microbatches, or
     `(loss, aux)` if there are auxiliary values. Call it inside `mesh.spmd`. The user's functions
@@ -221,7 +225,7 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     """Returns the auxiliary values, the same on all stages: the head's, [M, ...] each, and the
     stages', [M, vP, ...] each, in the order of the chunks in the model.
 
-    `sums` has them as they are on this stage: `of_head` [M, ...], which counts on the last stage,
+    `sums` has them as they are on this stage: `of_head` [M, ...], used only on the last stage,
     and `of_stages` [M, v, ...], of this stage's chunks. On a CPU the all-reduces run only after
     `after` is computed.
     """

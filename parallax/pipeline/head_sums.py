@@ -1,8 +1,8 @@
-"""Detects a head whose sum over the stages includes values that early stages computed from their
-own `x`.
+"""Detects a mistake in a pipeline's head, the function that computes the loss: a sum over the
+stages that includes values which early stages computed from their own `x`.
 
-An *early* stage is any stage before the last. The head, which computes the loss from the output `x`
-of a stage, runs on every stage, but only the last stage's `x` is the model's output. So
+An *early* stage is any stage before the last. The head computes the loss from the output `x` of a
+stage. It runs on every stage, but only the last stage's `x` is the model's output. So
 `psum(loss(x))` over the stages is wrong, and `psum(where(index == last, loss(x), 0))` is right: a
 factor or a choice that depends on the stage's index makes the terms of early stages zero. Such a
 factor depends on no argument of the program, so its values are computed here for every early stage.
@@ -28,7 +28,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax import jaxprs
 from parallax.collectives import types
 
-# These change only an array's type, and do not run outside of a map.
+# These return their operand; at most its type changes, which says along which axes it varies. Such
+# a change of type cannot run outside of a map.
 CASTS = frozenset({"copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary"})
 SMALL = 4096  # elements: the numbers of a larger array are not computed
 
@@ -62,9 +63,9 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
     last computes from its `x`. `of_x` says of each argument of the program whether it is part of
     `x`.
 
-    A factor or a choice that depends on the device's index counts as right if its values are
-    unknown. They are unknown if there are more than `SMALL` of them, or if they may change in each
-    iteration of a loop.
+    A term may have a factor, or be under a condition, that depends on the device's index. If the
+    values of the factor or of the condition are unknown, the term is not reported. They are unknown
+    if there are more than `SMALL` of them, or if they may change in each iteration of a loop.
     """
     sums = _Sums(axis)
     # The first field of `Terms` is `early`: an `x` begins as the `x` of an early stage.
@@ -127,8 +128,9 @@ class _Sums(jaxprs.FollowingAlong):
         stages stand one after the other.
 
         The dim is followed through operations that keep the shape, reductions of other dims and
-        transposes. A factor or a choice that depends on no argument may leave early stages out, and
-        any other operation may take only the last stage's `x`: both count as right.
+        transposes. A factor or a choice that depends on no argument might leave early stages out,
+        and any other operation might take only the last stage's `x`. These cases are not decided
+        here, so they are accepted.
         """
         name = eqn.primitive.name
         # The index of the first gathered operand, and its gathered dim.
@@ -153,8 +155,9 @@ class _Sums(jaxprs.FollowingAlong):
     def loop(self, body, constants, carry, sliced):
         """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
         other arguments are the `Terms` of the loop's operands, by kind: constants, carries and
-        arrays that are sliced by iteration. A number of a carry, a slice or a result may change in
-        each iteration, so its value becomes unknown; the values of constants stay known."""
+        arrays that are sliced by iteration. If a carry, a slice or a result is a number, it may
+        change in each iteration, so its value becomes unknown. The values of constants stay
+        known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -167,7 +170,8 @@ class _Sums(jaxprs.FollowingAlong):
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
-        # is the last device along all of them, so the index along any other axis is its last.
+        # is the last device along all of them, so the index along the others is the last one. Of
+        # an axis that is not of the stages, such as a data axis, only the last index is checked.
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
@@ -199,7 +203,7 @@ class _Sums(jaxprs.FollowingAlong):
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
         stage selects. `which` is a number: the index of the case, for each element. If its values
-        are unknown, no case is joined, and the choice counts as right."""
+        are unknown, no case is joined, so the choice is accepted."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -225,6 +229,7 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     """Returns the result of an equation on the stage `index`; each operand is a function from the
     index to a value."""
     values = [operand(index) for operand in operands]
+    # A cast has no effect on the value, and could not run here, outside of the map.
     if eqn.primitive.name in CASTS:
         return values[0]
     # The result is computed now: without this context, JAX could add the equation to a program that

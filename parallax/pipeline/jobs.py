@@ -126,7 +126,7 @@ class Jobs(Programs):
         return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """Returns the jobs, with parameters that are ready only after `carry`, so that no
+        """Returns these jobs with parameters that, on a CPU, wait until `carry` is computed. So no
         collective of a job runs before the previous tick has ended."""
         jobs = copy.copy(self)
         # Only a collective that depends on nothing but the parameters could run too early;
@@ -158,15 +158,15 @@ class Jobs(Programs):
         x = chosen(task.position == 0, entered, arrived)
         # `moving` has the floating-point leaves of the output, `still` the others.
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
-        place = task.microbatch, task.chunk
+        entry = task.microbatch, task.chunk
 
         def with_value(values, value):
             """Returns auxiliary values [M, v, ...] with the value of this job at (microbatch,
             chunk)."""
             if task.valid is not True:
                 # An idle stage has the number of job 0, whose value it must not overwrite.
-                value = jnp.where(task.valid, value, values[place])
-            return values.at[place].set(value)
+                value = jnp.where(task.valid, value, values[entry])
+            return values.at[entry].set(value)
 
         # An idle stage writes too, into a slot that is free in this tick.
         slots = put(carry.saved, saved, row.saved["forward"][self.index])
@@ -206,11 +206,12 @@ class Jobs(Programs):
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
         """Runs the backward pass of `embed` on `ct`, the cotangent of its output; `ct` is 0 on all
-        stages but the first. Returns the carry with the gradients of the ends added."""
+        stages but the first. Returns the carry with the gradients of the ends, the parameters
+        outside the blocks, added."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # The gradients count on all stages (`True`): from a cotangent of 0 they are 0.
+        # The gradients are added on all stages (`True`): from a cotangent of 0 they are 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
@@ -227,8 +228,8 @@ class Jobs(Programs):
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True` adds the loss as it is: the program has masked it already.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
-        # `counts` says whether the loss counts on this stage. The gradients are masked by it: on
-        # other stages the head may have computed NaN from a `y` that is not the model's output.
+        # `counts` says whether the loss of this stage is used. If it is not, the gradients are not
+        # added: the head may have computed NaN from a `y` that is not the model's output.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
@@ -242,18 +243,20 @@ class Jobs(Programs):
         return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
-        """Returns the carry with these gradients of the ends, of one microbatch, added if they
-        count on this stage."""
+        """Returns the carry with one microbatch's gradients of the ends (the parameters outside the
+        blocks) added, if `counts` holds on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
         """Returns the carry with a task's gradients added: those of its chunk of the blocks,
         `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
-        # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
+        # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
+        # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]
             # The cotangent of an idle stage was 0 already, but its gradient may be NaN: 0 * NaN.
+            # The mask can follow `scatter`, since all devices of a stage are idle at once.
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
         carry = carry.with_sums(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))

@@ -4,8 +4,8 @@ all places are padded to the longest.
 Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
 position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
 layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
-Blocks are the parameters of the layers, a tree of arrays whose first dims count layers; P n is P
-groups of n layers, one group for each stage.
+Blocks are the parameters of the layers, a tree of arrays. The first dim or two run over the layers:
+[L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -129,9 +129,9 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
-        """Returns `x` after row i of the blocks, or `x` itself if that row is padding, which begins
-        at row `count`. `first` is the index of the place's first layer. The function is a body of
-        `lax.scan`, so it also returns None: nothing is stacked."""
+        """Returns `x` after the layer in row i of the blocks, or `x` itself if that row is padding.
+        Padding begins at row `count`. `first` is the index of the place's first layer. The function
+        is a body of `lax.scan`, so it also returns None: nothing is stacked."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -177,8 +177,8 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement (its
-    `placed`) needs. `blocks` are in the order of the model.
+    """Returns blocks [v, L / v, ...] in the order that a schedule needs whose `placed` is
+    `placement`. The given `blocks` are in the order of the model.
 
     If the placement is looped, with chunk c of stage s at place c P + s, the blocks stay as they
     are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
@@ -258,9 +258,9 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """Returns the form, for `Checkpoints`, that stores blocks of [v, L / v, ...] in a state's model
-    as [L, ...]. It is a pair of functions of a state: one to run before the state is written, and
-    one to run after it is read.
+    """Returns the pair of functions with which `Checkpoints` stores the model's blocks,
+    [v, L / v, ...], as [L, ...]. Both take and return a state. One runs before the state is
+    written, the other after it is read.
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
     pipeline, can read them. The optimizer's arrays for the blocks are stored in the same way. Such
@@ -285,11 +285,11 @@ def stored(
         return to_placement(w, placement)
 
     def on_blocks(change, dims):
-        """Returns the function of a state that applies `change` to each array of the blocks.
+        """Returns a function that takes a state and applies `change` to each array of the blocks.
 
-        An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter. `dims` is 2 on the way to the disk, from blocks of [v, L / v, ...], and 1 on the
-        way back, from blocks of [L, ...].
+        An optimizer's array belongs to the blocks if its first `dims` dims have the same sizes as
+        those of its parameter in the blocks. `dims` is 2 on the way to the disk, from blocks of
+        [v, L / v, ...], and 1 on the way back, from blocks of [L, ...].
         """
 
         def converted(state):
@@ -305,7 +305,7 @@ def stored(
 
             def leaf(path, x):
                 """Returns a leaf of the state, with `change` applied if it is an array of the
-                blocks, or the optimizer's array for one."""
+                blocks, or an optimizer's array for such an array."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

@@ -1,5 +1,6 @@
-"""The executor in which all stages run every lane that any stage has in the tick. It is loops over
-the ticks, without a conditional.
+"""The executor in which all stages run the same kinds of job in a tick: each kind that the schedule
+gives to any stage in this tick. The program consists of loops over the ticks, without a
+conditional.
 
 If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
 ring of `ppermute` inside a stage is allowed: all devices run it.
@@ -9,17 +10,18 @@ split into I (the cotangent of the input x) and W (the gradients of the weights)
 of work within a tick: "forward" (F), "head", "backward" (B or I), "weight" (W). A stretch is a
 period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
 
-A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, such as that of microbatch 3,
-or -1, and the other fields have slots, the places in a buffer where arrays wait for a later tick.
-All stages run the head and the embedding together: `row.jobs["head"]` is one microbatch. `table`
-and `ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the next:
-`carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients. `jobs`
-runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
+A row has the numbers of one tick: `row.jobs[lane][stage]` is the number of a job, or -1 for none.
+Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers of
+slots, the places in a buffer where arrays wait for a later tick. All stages run the head and the
+embedding together: `row.jobs["head"]` is one microbatch. `table` and `ticks` have the rows of many
+ticks. `carry` has the values that a tick leaves for the next: `carry.arrived` the messages of this
+stage, `carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
+`jobs.forward(carry, row, ...)` returns F's output and the new carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
 message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
-`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+`sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is computed.
 """
 
 import functools
@@ -133,7 +135,8 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     all_stretches = stretches(table)
     # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. In
     # a tick without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
-    # `stretches`, called above, needs the -1, so they are replaced only here.
+    # The head runs only in ticks with a microbatch, so for it the 0 has no effect. `stretches`,
+    # called above, needs the -1, so each -1 is replaced only here.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
@@ -166,10 +169,10 @@ def _between(ticks: Row, start: int, stop: int) -> Row:
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
-def _by_repeat(repeats: int, column: Array) -> Array:
-    """Returns a column [ticks, ...] as [repeats, ticks / repeats, ...]: `lax.scan` loops over the
-    repeats."""
-    return column.reshape(repeats, -1, *column.shape[1:])
+def _by_repeat(repeats: int, numbers: Array) -> Array:
+    """Returns one array of the table, [ticks, ...], as [repeats, ticks / repeats, ...], so that
+    `lax.scan` loops over the repeats."""
+    return numbers.reshape(repeats, -1, *numbers.shape[1:])
 
 
 def _stretches(

@@ -1,7 +1,10 @@
 """Loss functions for one device, which compute the same as a pipeline of the same functions.
 
 Legend: P stages, v chunks of layers per stage, L layers; a place is a chunk's position in the
-model, 0 to vP - 1. `blocks` are the parameters of the layers, and `aux` is a tree of values to log.
+model, 0 to vP - 1. The blocks are the parameters of the layers, and `aux` is a tree of values to
+log. The user's functions are those of `pipeline.value_and_grad`: `embed(params, batch)` returns
+`x`, `stage(params, x, batch, position)` returns the next `x`, and `head(params, x, batch)` the
+loss, or (loss, aux).
 """
 
 import operator
@@ -42,9 +45,10 @@ def unpipelined(
     """Returns a loss function for one device that holds all blocks. A pipeline of these functions
     computes the same loss.
 
-    The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
-    auxiliary values the function returns `(loss, aux)`: `aux` has the head's values, or is an `Aux`
-    if stages have some too; its `stages` are [v, ...] each.
+    `blocks(params)` picks the blocks from the parameters, arrays of [v, ...]. The chunks run one
+    after another on the whole batch. With auxiliary values the function returns `(loss, aux)`:
+    `aux` has the head's values, or is an `Aux` if stages have some too; its `stages` are [v, ...]
+    each.
 
     With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
     order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
@@ -115,9 +119,10 @@ def _loss(
     return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 
-def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. The function `aux` is
-    applied to `values` if stages have some, else only to `values.head`."""
+def with_aux(loss: Array, values: Aux, change: Callable[[Any], Any]) -> Any:
+    """Returns the loss, or `(loss, change(...))` if there are auxiliary values. `change`, such as
+    the mean over microbatches, is applied to `values` if stages have auxiliary values, else only to
+    `values.head`."""
     if jax.tree.leaves(values.stages):
-        return loss, aux(values)
-    return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss
+        return loss, change(values)
+    return (loss, change(values.head)) if jax.tree.leaves(values.head) else loss

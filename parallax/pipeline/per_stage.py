@@ -4,22 +4,23 @@ the ticks, without a conditional.
 A job is a loop of one iteration, or of none on a stage without this job in the tick. The jobs are F
 (the forward pass of a chunk of layers for one microbatch), I (the cotangent of its input x) and W
 (the gradients of its weights). All devices run the embedding and the head together, since these may
-communicate over the stages. A part is a step of a tick. The parts run in this order: embed, then
-forward (F), backward (I) or weight (W), then exchange, head, embed_backward. The exchange sends
-messages in every tick, and they wait in slots until the jobs that need them. A slot is a numbered
-place in a buffer.
+communicate over the stages. A tick has several parts, in this order: embed; the stage's job, if it
+has one: forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
+exchange sends messages in every tick, and they wait in slots until the jobs that need them. A slot
+is a numbered place in a buffer.
 
-A row has the numbers of one tick: `row.jobs["forward"][stage]` is a job, such as that of microbatch
-3, or -1, and the other fields have slots. Embed, head and embed_backward have one microbatch for
-all stages, such as `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values
-that a part leaves for the next: `carry.arrived` the messages of this stage, `carry.sums` the sums
-of losses and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns
-F's output and the new carry. `jobs.index` is the number of this stage.
+A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers
+of slots. Embed, head and embed_backward have one microbatch for all stages, such as
+`row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
+the next: `carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients.
+`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
+carry. `jobs.index` is the number of this stage.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
 message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
-`sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+`sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is computed.
 """
 
 import functools
@@ -76,8 +77,9 @@ def run(jobs: Jobs) -> Sums:
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry.
-    begin = Arrived(slots, jobs.x, nothing_sent)
+    # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry. No
+    # tick reads those of the tick before, so between ticks they are None and take no memory.
+    begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
@@ -88,8 +90,8 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Returns the carry after the parts of one tick in order, each run if the row has it, and
-        None: a body of `lax.scan`."""
+        """Runs the parts of one tick in order, each only if the row has a job or a microbatch for
+        it. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -150,14 +152,15 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the head on the output of the model's last place, and stores the output's cotangent in a
     slot.
 
-    The last place of the model may be on another stage than the last, as in a placement in the
-    shape of a V. The head counts on the last stage of the axis, so the output moves there, and the
-    cotangent moves back.
+    The last place of the model need not be on the last stage: a V-shaped placement goes to the last
+    stage and back to the first. The head's loss is used only on the last stage of the axis, so the
+    output moves there, and the cotangent moves back.
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
+    # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
     ct = jobs.send.part(jobs.moved(ct, distance=-to_the_last_stage))
     return carry.with_arrived(slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
 
@@ -172,11 +175,12 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Returns this stage's message in this tick, for a part that runs only if it has a microbatch.
+    """Returns this stage's message in this tick, as head and embed_backward read it.
 
-    `microbatch` is the part's, or -1 in a tick without one, so the condition holds whenever the
-    part runs. Without the condition the part's collectives would not depend on the part's loop
-    (`_if_runs`), and XLA would run them before the loop, in all ticks.
+    `microbatch` is the number of such a part, or -1 in a tick in which the part does not run. So
+    the condition `microbatch >= 0` is always true here. It makes the message depend on the part's
+    loop, since `_if_runs` adds the loop's index to each number of the row. Without it, XLA would
+    run the part's collectives before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
@@ -198,9 +202,9 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     part is a loop of one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
-    carry in place. The loop's name, from `counted_scope`, says in how many of the ticks the part
-    runs, for readers of the compiled program. Each stage runs a job in the same number of ticks, so
-    the first column of `table` gives this number.
+    carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
+    program it tells that this part, the head, runs in 3 of 8 ticks. Each stage runs a job in the
+    same number of ticks, so the first column of `table` gives this number.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -248,12 +252,13 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. Stages that run another job would never join "
-                f"it. Move this collective into embed or head, or {cure}."
+                f"this collective. Move it into embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
                 f"pipeline: in this schedule {runs}, which all devices must run at once. Let "
-                f"jax.lax move the data there (pass {axes} for the axis), or {cure}."
+                f"jax.lax do this collective (give {axes} alone as the axis, without an "
+                f"algorithm), or {cure}."
             )
 
 
@@ -277,5 +282,6 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
 
 
 def _along(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Returns the mesh axes of a collective; `psum` calls its parameter `axes`."""
+    """Returns the mesh axes of a collective: JAX calls this parameter `axes` for `psum`, and
+    `axis_name` for others."""
     return types.axes(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])

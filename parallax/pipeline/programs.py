@@ -1,5 +1,5 @@
-"""Traces the user's functions and their gradients, once each, for one device, and makes their
-arguments.
+"""Traces the user's functions and their gradients, once each, for one device, and makes the
+arguments with which the traced programs are called.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
@@ -17,8 +17,8 @@ tree.
 `trace(f, *arguments)` is `f` as a program: its `out` are the types of the results, and its `used` a
 tree like the arguments, with True for each array that the results depend on. An array varies along
 a mesh axis if its type says that it may differ there: `varying(x, names)` is `x` typed so, and
-`match_varying(x, like)` gives it the axes of `like`. Taps (`parallax.recording`) record values by
-the number of their microbatch, `recording.job(microbatch, valid)`.
+`match_varying(x, like)` gives it the axes of `like`. Taps (`parallax.recording`) record values in
+the user's functions by the microbatch's number, which `recording.job(microbatch, valid)` gives.
 """
 
 import functools
@@ -36,7 +36,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
 from parallax.grads import split_into_microbatches
-from parallax.grads.axes import axes_of, varies_along
+from parallax.grads.axes import axes_of
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
 from parallax.pipeline.buffers import Counts, masked
@@ -48,8 +48,8 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The arguments of `pipeline.value_and_grad` of the same names: the user's functions, and how
-    to pick from the parameters the blocks and the trained leaves."""
+    """The user's functions, and how to pick from the parameters the blocks and the trained leaves.
+    All are arguments of `pipeline.value_and_grad`, with these names."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -59,8 +59,8 @@ class Functions(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The parameters in four trees of one structure; a tree has None for the leaves that are in
-    another tree.
+    """The parameters in four trees of one structure. Each leaf is in one of the trees; the other
+    three have None in its place.
 
     Attributes:
         blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
@@ -97,8 +97,8 @@ class Task(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The arrays that a stage is differentiated with respect to: its chunk of the blocks, and the
-    ends that it reads."""
+    """The arrays that a stage is differentiated with respect to: its chunk of the blocks, and those
+    parameters outside the blocks (ends) that it reads."""
 
     blocks: PyTree
     ends: PyTree
@@ -108,12 +108,16 @@ class Given(NamedTuple):
     """A stage's other arguments. They are known in its forward and its backward tick, so they need
     no slot.
 
-    `number` is for taps: the microbatch's number, or -1 on an idle stage; None if nothing is
-    recorded.
+    Attributes:
+        params: all parameters, with this chunk of the blocks.
+        rows: the microbatch's part of the batch.
+        position: the chunk's place in the model.
+        number: the microbatch's number, for the record of values (taps), or -1 on an idle stage;
+            None if nothing is recorded.
     """
 
     params: Parameters
-    microbatch: PyTree
+    rows: PyTree
     position: Int[Array, ""]
     number: Int[Array, ""] | None
 
@@ -127,14 +131,14 @@ class Programs:
         x: an activation, as zeros of its shapes and varying types; `moving` has its floating-point
             leaves.
         index: the number of this stage; `first` and `last` say whether it is the first or the last.
-        terms: zeros of the stage's own term of the loss, `terms.loss`, and auxiliary values,
-            `terms.aux`.
+        terms: zeros, with the shapes of the stage's own term of the loss (`terms.loss`) and of its
+            auxiliary values (`terms.aux`).
         saved: the types of the arrays that F saves of a microbatch.
         seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
         deferred: the types of the arrays that I leaves for W.
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
-        counts: whether the head's loss counts on this stage.
+        counts: whether the loss that the head computes on this stage is used.
         moves_early: whether a collective in a function depends on nothing but the parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
             "embed_backward".
@@ -212,9 +216,9 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`: the rows of a microbatch, and its number for
-        taps."""
-        # The number for taps is -1 on a stage whose loss does not count, so it may differ between
+        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and its
+        number for taps."""
+        # The number for taps is -1 on a stage whose loss is not used, so it may differ between
         # the stages, and is typed so.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
@@ -241,12 +245,12 @@ class Programs:
 
     def shared_out(self, value: Array) -> bool:
         """Returns whether a value of the head, its loss or an auxiliary value, is the same on all
-        stages by its type: then they computed it together. Otherwise only the value of the last
-        stage counts. Raises `ValueError` if the value is the same along only some of the stages'
-        axes."""
+        stages by its type. If it is, the stages computed the value together. If not, only the value
+        of the last stage is used. Raises `ValueError` if the value is the same along only some of
+        the stages' axes."""
         # The stages' axes along which the value may differ.
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
-        if along and not varies_along(value, self.axis):
+        if along and len(along) < len(axes_of(self.axis)):
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
                 f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
@@ -320,7 +324,7 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets `counts`, whether its loss counts on this stage."""
+        """Traces `head`, and sets `counts`, whether its loss is used on this stage."""
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
@@ -329,7 +333,7 @@ class Programs:
         self.counts: Counts = self.last  # unless the stages share the head, see below
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # If the loss is the same on all stages, they computed it together, and it counts on all.
+        # If the loss is the same on all stages, they computed it together, and it is used on all.
         # `out[0]` is the type of the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
@@ -338,20 +342,26 @@ class Programs:
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`.
-        Only the first pair is differentiated, with respect to `trained` and `x`."""
+        """Runs the stage, as a function that `save` can differentiate (see save.py): returns
+        `((moving, loss), (still, aux))`. Only the first pair is differentiated, with respect to
+        `trained` and `x`."""
         # `trained.ends` has None for the ends that the stage does not read; they come from `given`.
         # `combine` takes each leaf from its first argument, or if that is None from the second.
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
-        output = self._stage(params, x, given.microbatch, given.position, given.number)
+        output = self._stage(params, x, given.rows, given.position, given.number)
         moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
         # Each stage has its own term of the loss, so the term is typed as varying, even if it is a
         # constant.
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:
-        """Traces F, and B or I and W; without `save` only F."""
+        """Traces F, and B or I and W, and sets `programs`, `saved`, `seed` and `deferred`.
+
+        `save` makes of a stage's function one for the forward tick, which also returns the arrays
+        to save, and one for the backward tick, which returns the transposed function (see save.py).
+        None: only the loss is needed, so only F is traced.
+        """
         # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
         # number is computed from the stage's index, so that it is typed as varying.
         known = self.known(self.task(self.index * 0))
@@ -402,7 +412,7 @@ class Programs:
                 which the loss is differentiated."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
-                # The mask is inside, so that the gradient is 0 where the loss does not count.
+                # The mask is inside, so that the gradient is 0 where the loss is not used.
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:
@@ -431,7 +441,8 @@ class Programs:
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """Returns the parameters in the four trees of `Parameters`: trained or not, in the blocks or
-    not."""
+    not. All leaves that are not arrays are in `fixed`, also those of the blocks: the arrays of
+    `fixed_blocks` are indexed by chunk."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     # The leaves that are not trained, with None in place of each trained leaf.

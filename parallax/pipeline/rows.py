@@ -30,12 +30,13 @@ class Row(NamedTuple):
             together have one microbatch per tick, `[ticks]`, or -1: "embed" has that of F at the
             first place, "head" that of F at the last place, and "embed_backward" that of B, or I,
             at the first place.
-        saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
-            read.
-        deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.
-        arrival: by lane, the slot of the message that F, B or I begins with.
-        arriving: by distance d, the slot for the message that arrives at the end of the tick from
-            the stage that is d before this one.
+        saved: by lane, one slot: the slot that F writes in this tick (if the stage has no F, a slot
+            that is free), and the slot that B, or I and W, read in this tick.
+        deferred: by lane, one slot: the slot that I writes in this tick (if the stage has no I, a
+            slot that is free), and the slot that W reads in this tick.
+        arrival: by lane, the slot from which F, B or I reads its message in this tick.
+        arriving: by distance d, the slot into which the message is written that arrives at the end
+            of this tick from the stage d before this one.
         from_head: the slot for the head's cotangent.
     """
 
@@ -54,6 +55,7 @@ def rows(schedule: Schedule) -> Row:
     # A stage also receives messages that no job needs, and writes them to one more slot, the last,
     # which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
+    # `arrival` has the slots that jobs read, and `arriving` the slots that messages are written to.
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
     from_head = nowhere.copy()
@@ -70,8 +72,8 @@ def rows(schedule: Schedule) -> Row:
     )
 
     def microbatches(jobs, chunk, stage):
-        """Returns, by tick, the microbatch of the job of one chunk of one stage, or -1. A number in
-        `jobs` is microbatch * v + chunk."""
+        """Returns for each tick the microbatch for which the stage runs a job of this chunk, or -1
+        if it runs none. A number in `jobs` is microbatch * v + chunk."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 

@@ -31,7 +31,7 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`, which save the residuals of `jax.vjp`, except for arrays that
-    are known in both ticks.
+    are known in the forward and in the backward tick.
 
     Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
     the residuals, so they can be taken out and put back.
@@ -42,13 +42,13 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
     def forward(trained, x, given):
         """Returns the results of `f`, and the residuals that are not among the known arrays:
-        `trained` and `given`. Writes the residuals' structure and indices into `of_last_trace`."""
+        `trained` and `given`. Writes into `of_last_trace` the structure of the residuals and, for
+        each residual, its index among the known arrays, or None if it is saved."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # The index of each known array by its id. A residual that is a parameter or an array of the
         # microbatch is the same Python object, a tracer, as that array.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
-        # For each residual, its index among the known arrays, or None if it must be saved.
         indices = [known.get(id(leaf)) for leaf in leaves]
         of_last_trace[:] = structure, indices
         saved = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]

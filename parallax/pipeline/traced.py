@@ -82,8 +82,8 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x`, with varying axes added to its type until `f(x)` varies along no axis along
-    which `x` does not. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the
+    """Returns `x`, with varying axes added to its type until it varies along each axis along which
+    `f(x)` varies. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the
     type of a carry must not change."""
     # Only the types of `f(x)` count, and `f` may return `ShapeDtypeStruct`s, so zeros, which keep
     # the types, stand for its values. Each round adds at least one varying axis to an array, and
@@ -130,7 +130,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         raise Misused(
             "parameter-by-closure",
             sources[source] or "the parameters",
-            f"{name} uses {made_of}{parameter} by closure, so that part of the gradient would be "
+            f"{name} uses {made_of}{parameter} by closure, and this part of the gradient would be "
             "missing.",
             f"Read it from {name}'s first argument, which has all parameters; to leave it out of "
             "the gradient, use jax.lax.stop_gradient there.",
@@ -138,7 +138,8 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _casts(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, then the value from which it was cast or gathered, and so on back."""
+    """Yields a parameter, then the value from which it was cast or gathered, then the value from
+    which that one was made, and so on, back to the first."""
     yield leaf
     # A value that was computed from one operand counts as that operand in another form.
     while len(before := operands(leaf)) == 1:
@@ -147,8 +148,9 @@ def _casts(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """Returns the id of a parameter in `sources` that a traced value is, or was computed from.
-    Returns None if there is none, as far as JAX remembers the operands."""
+    """If a traced value is a parameter in `sources`, or was computed from one, returns the id of
+    that parameter. Returns None if no such parameter is found; JAX may have forgotten some of the
+    operands."""
     # A search backwards: the operands, their operands, and so on.
     seen, waiting = set(), [value]
     while waiting:
@@ -174,8 +176,8 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 "blocks-outside-the-stage",
                 mesh.dotted(path) or "the blocks",
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
-                f"{axis_name!r}: each device has the blocks of its own stage there, and their "
-                "gradient would be missing.",
+                f"{axis_name!r}. In {name} each device would read only the blocks of its own "
+                "stage, and they would get no gradient from it.",
                 "Move the code that reads them into the stage, which may add a term to the loss: "
                 "return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
                 "use does not belong in the blocks.",
@@ -194,8 +196,8 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows the values that depend on a late argument. `are_early` says whether there is a
-    collective that depends on no late argument."""
+    """Follows the values that depend on a late argument, which is ready only in its tick.
+    `are_early` says whether there is a collective that depends on no late argument."""
 
     unknown = False
     are_early = False

@@ -1,7 +1,7 @@
 """Predicts the memory, traffic and time of a step before it is compiled, and finds the best layout.
 
-A name of this package is imported only at its first use. An import of one of its files, such as
-`units`, then does not import the models.
+A name of this package is imported only at its first use. So importing one of its files, such as
+`parallax.plan.units`, does not import `parallax.models`.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """The seconds that the messages of a planned layout take.
 
-A collective of `jax.lax` along one axis (`LAX`, in traffic.py, has these functions) takes the time
-of the fastest algorithm on the simulated network. Every other collective takes the time of an
+A collective of `jax.lax` (a function in `LAX`, in traffic.py) along one axis takes the time of the
+fastest algorithm on the simulated network. Every other collective takes the time of an
 alpha-beta formula: the latency of its messages, plus its bytes times the seconds per byte. A `Term`
 (of `traffic`) is one kind of collective in a step: its function, its axes, the `n` devices on them,
 the bytes `nbytes` of the array that it takes, and its number of calls, `times`.
@@ -23,7 +23,7 @@ KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "
 
 
 class Chosen(NamedTuple):
-    """The algorithm of an axis.
+    """The fastest collective algorithm along one mesh axis.
 
     Attributes:
         axis: the name of the axis.
@@ -60,9 +60,9 @@ def messages(
     """Returns the seconds of all messages of a step, by the axes along which they go, such as
     ("data",). No overlap with arithmetic is assumed.
 
-    Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms`, from
-    `chosen`, has for that axis. All others take the time of an alpha-beta formula, on the slowest
-    link between the devices of their axes.
+    `algorithms` is a result of `chosen`. Collectives of `jax.lax` along one axis take the simulated
+    seconds that it has for that axis. All other collectives take the time of an alpha-beta formula,
+    on the slowest link between the devices of their axes.
     """
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms

@@ -14,8 +14,8 @@ matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a ste
 `forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
 (W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
 model without closed forms. `recomputed` gives the operations that the backward pass runs again.
-`kernel` says whether attention runs in a kernel that keeps no scores, and `hardware.short` is the
-bytes of a number in a 16-bit type.
+`kernel` says whether attention runs in a kernel that keeps no scores. `hardware.short` is the bytes
+that the hardware uses for a number of a 16-bit type: 2, or 4 if its compiler widens such numbers.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -93,8 +93,8 @@ class Memory(NamedTuple):
             # "folder/file.py" of a line such as "/home/folder/file.py:12"
             file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
             kind = f"{buffer.what}, {file}"
-            # `held` may include bytes in the chip's own memory, which `temporaries` leaves out. So
-            # a buffer counts at most the bytes that are left.
+            # `held` may include bytes in on-chip memory (VMEM), which `temporaries`, the bytes of
+            # the device's main memory, leaves out. So a buffer counts at most the bytes left.
             size = min(buffer.bytes, others)
             named[kind] = named.get(kind, 0) + size
             others -= size
@@ -112,8 +112,8 @@ class Work(NamedTuple):
     """Floating-point operations of a step.
 
     Attributes:
-        model: operations of the whole step, as papers count them. A token needs 6 for each
-            parameter in a product, and 12 L D T for attention.
+        model: operations of the whole step, as papers count them. A token needs 6
+            for each parameter that a matmul uses, and 12 L D T for attention.
         device: operations of one device. Operations that run again, and those that an idle stage
             runs on garbage, count too.
     """
@@ -158,7 +158,7 @@ class Plan:
         work: floating-point operations of a step.
         traffic: the collectives of a step.
         seconds: seconds of a step.
-        along: seconds of the messages of a step, by axes.
+        along: for each set of axes, seconds of the messages along it in a step.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
@@ -295,7 +295,8 @@ def plan(
     )
     if not hardware.fresh:  # accelerators: the plan then traces nothing until `memory` is read
         return planned
-    # `hardware.fresh` is the seconds for each byte that the system hands out.
+    # On a CPU the operating system provides the memory of the temporaries anew in each step, in
+    # `hardware.fresh` seconds for each byte.
     fresh = hardware.fresh * planned.memory.temporaries
     return dataclasses.replace(planned, seconds=planned.seconds._replace(fresh=fresh))
 
@@ -324,7 +325,8 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide its time.
+    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide
+    the time of the step.
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
     the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
@@ -338,8 +340,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     rate = _rate(hardware, layout) * hardware.efficiency
 
     def seconds(**calls: int) -> Number:
-        """Returns the seconds of only these calls, such as `forward=1`: first of arithmetic at
-        `rate`, then of memory."""
+        """Returns the seconds of the given calls alone, such as `forward=1`: those of the matmuls
+        at `rate`, plus those of the passes over memory."""
         only_these = no_calls._replace(**calls)
         return (
             _flops(config, layout, only_these) / rate
@@ -362,15 +364,16 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers arrays again in the ticks of the input's "
-            "gradient. Its schedule needs these ticks to be short, and plan does not count the "
-            "arrays that then wait for the weights' gradients. Use remat=none without ZeRO-3, or "
+            "gradient. These arrays then wait for the weights' gradients, and plan has no "
+            "formula for them. Use remat=none without ZeRO-3, or "
             "another schedule."
         )
 
 
 def counts(layout: Layout) -> bool:
     """Returns whether plan has closed forms for a layout. It has none if the schedule defers the
-    weights' gradients and the backward pass computes or gathers anything again."""
+    weights' gradients and the backward pass computes activations again, or gathers arrays a second
+    time."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -495,8 +498,8 @@ def _passes(
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
-    # A forward call copies the kept arrays into a slot, and a backward call copies them out. Each
-    # copy is one read and one write.
+    # A forward call copies the arrays that a layer keeps (`residuals.layer`) into a slot, and a
+    # backward call copies them out. Each copy is one read and one write.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
@@ -504,7 +507,8 @@ def _passes(
         * (size.forward + size.backward)
     )
     # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out.
+    # into a slot, and W copies them and the kept arrays out. Such a layout computes nothing again
+    # (`counts`), so a layer keeps `everything`.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)
@@ -572,11 +576,12 @@ def table(plan: Plan) -> str:
         *(
             f"  {' x '.join(axes):<20} {quantity(size, 'B'):>9}  {plan.along.get(axes, 0.0):>9.3g}"
             for axes, size in plan.sent.items()
-            if axes
+            if axes  # `lax.pmax` over one device has no axes, and moves nothing
         ),
         "",
         f"{quantity(plan.work.model, 'FLOP')} of the model, {quantity(plan.work.device, 'FLOP')} "
         f"on each device; bubble {plan.bubble:.1%}",
+        # `update` includes `fresh`, the time to get memory, which has no column of its own.
         f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory "
         f"{plan.seconds.passes:.3g}, messages {plan.seconds.messages:.3g}, update "
         f"{plan.seconds.update + plan.seconds.fresh:.3g}; {plan.share_of_peak:.1%} of peak",

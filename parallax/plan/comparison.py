@@ -17,7 +17,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         what: the name of the number.
-        predicted: bytes on a device, or bytes that it sends, in the plan.
+        predicted: the plan's number of bytes: on a device, or sent by it.
         program: the same bytes in the compiled program.
     """
 

@@ -15,20 +15,20 @@ class Backend(NamedTuple):
     """The habits of one backend's memory assignment.
 
     Attributes:
-        arguments: whether a donated argument is copied before a result overwrites it, if another
-            result that overwrites an argument is computed from it. The new weights, for example,
+        arguments: whether a donated argument, which one result overwrites, is copied first if
+            a second result reads it and overwrites another argument. The new weights, for example,
             are computed from the moments, which the new moments overwrite.
         zeros: whether arrays of zeros with the same number of elements are made once, at the start
-            of the program or of a loop's body. They stay until the last loop or update that begins
-            with them: a loop's stacked results begin as zeros, and so does the result of a ring's
-            all-gather.
-        together: whether a backward loop with two layers in its body (ZeRO-3) gathers and computes
-            again for both of them before the backward pass of the first.
-        slices: the number of copies of a layer's part of each stacked array, for each layer in a
-            loop's body after the first (with ZeRO-3 a body has two layers). XLA slices the layers
-            of a body together, and copies each layer's part.
-        near: bytes of an innermost loop's body that the chip's own memory holds instead of the
-            device's.
+            of the program or of a loop's body. They stay in memory until the last loop or update
+            that takes them as its start: a loop's stacked results start as zeros, and so does the
+            result of a ring's all-gather.
+        together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
+            and recomputes the values of both layers before the backward pass of the first.
+        slices: how many copies of a layer's slice of each stacked array XLA makes. A loop's body
+            may have several layers (two with ZeRO-3). XLA slices the arrays for all of them
+            together, and makes the copies for every layer of the body but the first.
+        near: bytes of an innermost loop's body that stay in on-chip memory (VMEM), and so need no
+            bytes of the device's main memory.
         early: whether a loop's stacked results have memory already while the loops before it run.
     """
 
@@ -57,8 +57,8 @@ def backend(platform: str, name: str = "") -> Backend:
 def of_arguments(
     pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
 ) -> tuple[Buffer, ...]:
-    """Returns a copy of each donated argument that one result overwrites, if another result that
-    overwrites an argument is computed from it.
+    """Returns a copy of each donated argument that one result overwrites, if a second result
+    reads the argument and overwrites another one.
 
     Args:
         pairs: each donated argument that a result overwrites, and the buffers from which this

@@ -2,9 +2,9 @@
 equations.
 
 `used` says for each result of an equation whether it is needed, and `results` for each result of a
-jaxpr. `operands` says which operands these results need. An *atom* is a variable or a literal. If
-an equation, such as a `jit`, has one jaxpr inside with the same operands and results,
-`jaxprs.called` gives that jaxpr.
+jaxpr. `operands` says which operands of an equation its needed results need. An *atom* is a
+variable or a literal. If an equation, such as a `jit`, has one jaxpr inside with the same operands
+and results, `jaxprs.called` gives that jaxpr.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,12 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
-        """Computes the two lists that `__call__` returns. Goes backward through the equations, with
-        the set of variables that are needed so far, `live`. An equation with effects is always
-        needed."""
+        """Returns whether each operand is needed, and for each equation which of its results are
+        needed, or None if the equation is not needed.
+
+        Goes backward through the equations, with the set of variables that are needed so far,
+        `live`. An equation with effects is always needed.
+        """
         live = {
             atom
             for atom, used in zip(jaxpr.outvars, results, strict=True)
@@ -67,9 +70,9 @@ class Needed:
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A barrier needs only the operands whose results are used. A call, such as a `jit`, needs the
-        operands that its program needs. A while loop, like every other equation, needs all its
-        operands.
+        A scan needs the operands that its body needs (`_scan`). A barrier needs only the operands
+        whose results are used. A call, such as a `jit`, needs the operands that its program needs.
+        A while loop, like every other equation, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
@@ -77,12 +80,14 @@ class Needed:
             return list(used)
         inner = jaxprs.called(eqn)
         if inner is not None and eqn.primitive.name != "while":
-            return self(inner, used)[0]
+            needed_operands, _ = self(inner, used)
+            return needed_operands
         return [True] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns whether each result of a scan's body is needed: outside (`used`), or as a carry
-        by the next trip. A carry may need another carry, so this repeats until nothing changes."""
+        """Returns whether each result of a scan's body is needed: outside of the scan (`used`), or,
+        for a carry, by the next trip. A carry may need another carry, so this repeats until nothing
+        changes."""
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:

@@ -30,7 +30,8 @@ class Layer(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of elements of the layer's last matrix, which leaves the feed-forward: D F."""
+        """The number of elements of the layer's last matrix, from the feed-forward's width back to
+        the layer's: D F."""
         return self.width * self.hidden
 
     @property

@@ -30,7 +30,7 @@ class Faults(NamedTuple):
         between: mean seconds between failures of any device.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: the seconds of work between two saves that lose the least time.
+        interval: the seconds of work between two saves with which the run loses the least time.
         young: this interval by Young's formula, sqrt(2 save between).
         saves: the share of the run's time that saves take.
         restarts: the share that restarts take.
@@ -70,11 +70,12 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves that loses the least time, and the time lost with it.
+    """Returns the interval between saves with which a run loses the least time, and that time.
 
     Args:
         between: mean seconds between failures, from `mean_time`.
-        save: seconds by which a save delays the steps, also if it runs beside them.
+        save: seconds by which a save delays the steps; of a save that runs at the same time as the
+            steps, only this delay.
         restart: seconds from a failure to the next step: notice, start, restore, compile.
 
     Raises:
@@ -93,7 +94,16 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
             "failures."
         )
     if math.isinf(between):
-        return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
+        return Faults(
+            between=between,
+            save=save,
+            restart=restart,
+            interval=math.inf,
+            young=math.inf,
+            saves=0.0,
+            restarts=0.0,
+            repeated=0.0,
+        )
     interval = daly(between, save)
     # The useful share of the time is then 1 / seconds_per_work.
     seconds_per_work = wall(between, interval, save=save, restart=restart)
@@ -102,14 +112,15 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     # of the time is 1 - e^(-R/M).
     restarts = -math.expm1(-restart / between)
     return Faults(
-        between,
-        save,
-        restart,
-        interval,
-        young(between, save),
-        saves,
-        restarts,
-        1 - 1 / seconds_per_work - saves - restarts,  # all other lost time repeats steps
+        between=between,
+        save=save,
+        restart=restart,
+        interval=interval,
+        young=young(between, save),
+        saves=saves,
+        restarts=restarts,
+        # All other lost time repeats steps.
+        repeated=1 - 1 / seconds_per_work - saves - restarts,
     )
 
 
@@ -121,7 +132,7 @@ def young(between: float, save: float) -> float:
 
 def daly(between: float, save: float) -> float:
     """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
-    If a save takes at least 2 `between` seconds, the formula no longer holds, and the interval is
+    If `save` is at least twice `between`, the formula no longer holds, and the interval is
     `between`."""
     if save >= 2 * between:
         return between

@@ -51,7 +51,9 @@ class Value:
         # Set only for the result of JAX's `platform_index`, by which a `cond` chooses the code for
         # a platform: the number of the branch for the platform of this trace.
         self.branch: int | None = None
-        self.is_zeros = False  # whether it is an array of zeros that the program makes
+        # Whether it is an array of zeros that the program makes. Some compilers give all such
+        # arrays of one size the same buffer.
+        self.is_zeros = False
 
     @property
     def root(self) -> "Value":

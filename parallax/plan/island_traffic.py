@@ -25,14 +25,14 @@ def terms(
     itemsize: int = 4,
 ) -> list[Term]:
     """Returns the collectives of a round: for each array of the model, an all-reduce of the part
-    that a device has. One island sends nothing.
+    that a device has. If there is only one island, it sends nothing.
 
     Args:
         config: the model's sizes.
         layout: the layout of one island.
         islands: the number of islands.
-        axis: the axis of the islands, with or without an algorithm, or an `ErrorFeedback`, as
-            `islands.local` takes it; by default a ring along `island`.
+        axis: as `islands.local` takes it: the axis of the islands, with an algorithm or without
+            one, or an `ErrorFeedback` of that axis; by default a ring along `island`.
         itemsize: bytes of a parameter.
     """
 
@@ -51,7 +51,8 @@ def terms(
         for leaf in state_bytes.leaves(config, layout):
             # With ZeRO-3 a device has only its share of an array.
             count = leaf.share if layout.zero == 3 else leaf.elements
-            # One call in a round, over `islands` devices, of numbers of `wide` bytes each.
+            # One call in a round, over `islands` devices, of numbers of `wide` bytes each. These
+            # are the bytes before quantization; the cost of `all_reduce` has the bytes sent.
             yield Term(
                 "changes between islands", ("island",), all_reduce, count * wide, 1, islands, wide
             )

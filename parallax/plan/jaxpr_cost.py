@@ -1,18 +1,20 @@
 """Walks once through a traced program. Counts its arithmetic, its messages and the bytes that it
 moves, and lists the operations that `liveness` lays out in memory.
 
-A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it again from
-`reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
-message or a loop needs it as an array. An expensive value with several readers is held at once. The
-`root` of a value is the value with the same numbers before reshapes. `near` are the buffers that
-the value reads element by element, so that it may be written over one of them.
+A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it again. Its
+`reads` are the buffers from which it is computed, with the bytes that are read of each. A value is
+held as soon as a matmul, a message or a loop needs it as an array. An expensive value with several
+readers is held at once. The `root` of a value is the value with the same numbers before reshapes.
+`near` are the buffers that the value reads element by element, so that it may be written over one
+of them. `is_zeros` marks an array of zeros, since some compilers share one buffer among these.
 
 A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
 equations take the operands, whether each result is needed (`used`), and how many operations read it
-(`readers`). `self.times` is the product of the trips of the loops around. `self.at` is None, or,
-inside a function of JAX, the caller's equation, whose line the inner equations get. `self.needed`
-tells which operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are
-the copies that a compiler makes. `linear_p` is the primitive of this library's collectives.
+(`readers`). `self.times` is the product of the trips of the loops around. Inside a function of JAX
+or a collective of this library, `self.at` is the equation in the caller's code that calls it, and
+the inner equations get its line; elsewhere `self.at` is None. `self.needed` tells which operands
+and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a
+compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -115,8 +117,8 @@ class Reading:
     ) -> Value:
         """Returns the k-th result of an equation that reads the values `reads`, held in a buffer.
 
-        The result may be written over one of the values `over`. With `part`, the operation reads
-        that number of bytes and writes as many, as in an update of a slice.
+        The result may be written over one of the values `over`. If `part` is given, the operation
+        reads and writes only `part` bytes, as in an update of a slice.
         """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
@@ -134,13 +136,16 @@ class Reading:
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
         """Returns the first result of an equation, which each reader computes again. It reads the
-        buffers of its operands; a slice reads at most its own size of each."""
+        buffers of its operands. If it is a slice, it reads at most as many bytes of each buffer as
+        it has itself."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
         near: set[Buffer] = set()
         for operand in operands:
             for base, size in operand.root.reads.items():
+                # Operands from one buffer mostly need the same elements, which a fused loop reads
+                # once, so the largest of their reads counts.
                 reads[base] = max(reads.get(base, 0), min(size, value.bytes) if is_slice else size)
             # An elementwise operation reads an operand of its size element by element. A view, such
             # as a broadcast or a `rev`, may move elements.
@@ -214,7 +219,8 @@ class Reading:
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
         """Returns the results of an equation. If the frame has computed an equal equation of the
-        same operands before, these are its results: XLA computes equal equations only once.
+        same operands before, returns the results of that equation: XLA computes equal equations
+        only once.
 
         Three kinds are always computed again: equations with an inner program or an effect,
         barriers, and collectives of this library.
@@ -279,9 +285,11 @@ class Reading:
         """Returns the results of a collective of this library. The first call for an equation
         traces the collective's program, and later calls use it again. The source lines of that
         program are in this library, so its equations get the line of the caller."""
+        # The equation itself is kept too, so that no other equation gets its id.
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
-        return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
+        _, program = self.opened[id(eqn)]
+        return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
         """Returns a value behind a barrier: held, and distinct from the value before the barrier.
@@ -298,9 +306,10 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        An elementwise operation or a view is fused, and an index reads no memory. All other
-        operations hold their results. They also hold their operands first, except reductions, which
-        compute their operands as they read them.
+        An elementwise operation or a view is fused, and the index of a device or a platform reads
+        no memory. All other operations put their results into buffers. Before that, they put their
+        operands into buffers too. Only the operands of a reduction may stay fused: it computes them
+        as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -337,8 +346,9 @@ class Reading:
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
         """Returns the result of an elementwise operation or a view. A reshape keeps its operand's
-        root as `source`, so both have the same root. An expensive operation (`jaxprs.DEAR`) with
-        several readers is held, unless it reads only literals."""
+        root as `source`, so both have the same root. A broadcast of 0 is an array of zeros
+        (`is_zeros`). An expensive operation (`jaxprs.DEAR`) with several readers is held, unless it
+        reads only literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -357,8 +367,9 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Returns the index of a device on an axis, or of a platform. The index of a platform gets
-        the number of the `branch` that this walk's platform takes. An index reads no memory."""
+        """Returns the result of `axis_index`, a device's index on a mesh axis, or of
+        `platform_index`, by which a `cond` chooses the branch of a platform. The latter has, as its
+        `branch`, the number of the branch for the platform of this walk. Neither reads memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -371,7 +382,8 @@ class Reading:
         """Returns the first operand with a part of it rewritten. It is rewritten in place if no
         later operation reads the old numbers."""
         if eqn.primitive.name != "dynamic_update_slice":
-            operands[0].root.is_zeros = False  # a scatter fills an array of its own
+            # A scatter begins with an array of its own, not with the zeros that others share.
+            operands[0].root.is_zeros = False
         self.hold(operands[0])
         # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
         # (array, indices, updates) in a scatter.
@@ -407,9 +419,9 @@ class Reading:
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a conditional. Only one branch counts: the branch with the most
-        operations of products. Among equal branches the branch with the most messages counts, and
-        then the branch with the most memory.
+        """Returns the results of a conditional. Only one branch counts: the branch whose matmuls
+        need the most floating-point operations. Among equal branches the branch with the most
+        messages counts, and then the branch with the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
         platform decides, only the branch of the platform is walked, in place.
@@ -436,11 +448,13 @@ class Reading:
             if largest is None or key > largest[0]:
                 largest = key, self._copied_counts(), peak
         assert largest is not None
-        self._restore_counts(largest[1])
+        _, counts, peak = largest
+        self._restore_counts(counts)
         results = [Buffer(nbytes(aval), self.at or eqn) for aval in jaxprs.types(eqn.outvars)]
         reads = tuple({base for value in (index, *operands) for base in value.root.reads})
-        # The conditional is one operation, with the branch's peak as `inner`.
-        self.emit(Operation(reads, tuple(results), (), largest[2].bytes, largest[2].held))
+        # The conditional is one operation, with the bytes of the branch's peak as `inner`, and the
+        # buffers of that peak as `held`.
+        self.emit(Operation(reads, tuple(results), (), inner=peak.bytes, held=peak.held))
         return [
             Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for aval, buffer in zip(jaxprs.types(eqn.outvars), results, strict=True)
@@ -598,12 +612,12 @@ class Reading:
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
         innermost = not any(operation.inner for operation in operations)
-        # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
+        # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
         # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
-        # one other loop, and so on.
-        near = self.habits.near // len(self.frames) if innermost else 0
+        # one other loop, and so on, as was read from compiled steps.
+        on_chip = self.habits.near // len(self.frames) if innermost else 0
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
-        inner = max(0, peak.bytes - near) + sum(size for size, _ in (*slice_copies, *waiting))
+        inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
             Operation(
                 (*reads, *(zeros for _, zeros in begun)),
@@ -641,13 +655,19 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns what an unrolled backward loop computes from its constants and slices alone, for
-        the backward pass of the layers in its body after the first: gathered weights, and values
-        that are computed again. XLA computes it for all layers of a body at first. Each buffer
-        stands with its bytes for all these layers. `carried` are the buffers of the carries."""
+        """Returns the arrays that a backward loop with several layers in its body (unrolled)
+        computes from constants and slices alone, for all of these layers but the first: gathered
+        weights, and values that are computed again.
+
+        XLA computes these arrays for all layers of a body before the backward pass of the first.
+        Each is returned as a pair of its bytes, summed over these layers, and its buffer. `carried`
+        are the buffers of the carries.
+        """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
             return []
+        # `late` are the buffers that depend on a carry. `early` has the other buffers, and whether
+        # an operation that depends on a carry reads them: only these wait for the backward pass.
         late, early = set(carried), {}
         for operation in operations:
             if late.isdisjoint(operation.reads):
@@ -669,6 +689,8 @@ class Reading:
         if not is_needed:
             return Value(aval, {})
         root = value.root
+        # Zeros are in a buffer that others may share. Any other fused start is written straight
+        # into the carry's buffer.
         if root.is_zeros and self.habits.zeros:
             self.hold(value)
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
@@ -686,7 +708,7 @@ class Reading:
         `var`.
 
         If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
-        itself has no buffer: its readers read at most its own bytes of the array.
+        itself has no buffer: its readers read at most as many bytes of the array as the slice has.
         """
         if wanted:
             self.hold(value)

@@ -21,21 +21,21 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """The calls of each part in a step on one device, and the slots. A layout of one stage has the
-    calls of accumulated microbatches.
+    """The calls of each part in a step on one device, and the slots. Without a pipeline the calls
+    are those of gradient accumulation: one for each microbatch.
 
     Attributes:
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: the number of ticks at the schedule's end that have the same lanes.
+        last: how many ticks at the schedule's end run the same lanes as the very last tick.
         weights: ticks with gradients of the stages' weights.
         slots: slots for a chunk's residuals, one of them for ticks without a job.
-        deferred: slots for the arrays that the input's gradient leaves for the weights' gradient.
+        deferred: slots for the arrays that the job I keeps for the job W, which runs later.
         arrivals: slots for arrays that came from other stages and wait.
         hops: messages to other stages.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's transpose.
+        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
     """
 
     forward: int
@@ -60,7 +60,11 @@ def jobs(layout: Layout) -> Jobs:
         # sends one message for each distance between stages that the table uses.
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
-            *(M * v, M * v, M, table.ticks, M * v),  # forward, backward, heads, last, weights
+            forward=M * v,
+            backward=M * v,
+            heads=M,
+            last=table.ticks,
+            weights=M * v,
             slots=table.slot_count,
             deferred=table.deferred_count,
             arrivals=table.arrival_count + 1,  # one for ticks in which nothing arrives
@@ -74,7 +78,10 @@ def jobs(layout: Layout) -> Jobs:
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     # In 1F1B one chunk of a microbatch enters in each tick. B begins v P - 1 ticks after F, when
-    # the first microbatch is at the last place, and so ends v P - 1 ticks after F.
+    # the first microbatch reaches the last of the v P chunks, and so ends v P - 1 ticks after F:
+    # these `last` ticks run only B. The slots: the first stage keeps what F saved of chunk c for
+    # 2 (v - c) P - 1 ticks. It runs each of its chunks in one of v ticks, so it keeps at most
+    # v P + P - 1 at once.
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
@@ -86,7 +93,8 @@ def jobs(layout: Layout) -> Jobs:
     # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads. XLA
     # also embeds a single microbatch only once.
     hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
-    # In lockstep no message between stages waits, so `arrivals` is 0.
+    # In lockstep no message between stages waits, so `arrivals` is 0. The fields are forward,
+    # backward, heads, last, weights, slots, deferred, arrivals, hops, embeds, leaves.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
 

@@ -58,8 +58,9 @@ def search(
 
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts
     differ only in ZeRO's stage and in remat, only the fastest of those that fit is listed. A tensor
-    axis also splits the tokens if it can: the messages have the same number of bytes as without
-    this split, and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
+    axis also splits the tokens between matmuls (sequence parallelism), if their number is a
+    multiple of the tensor devices: the messages have the same number of bytes as without this
+    split, and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
     `choices.sequences` sequences each. A schedule that defers the weights' gradients recomputes
     nothing. ZeRO splits over all replicas, or within groups of them (HSDP).
 
@@ -72,7 +73,8 @@ def search(
         choices: the precision, the sizes of microbatches and the schedules to choose from.
         count: the largest number of layouts to return. Each of them, and each faster one that does
             not fit, takes a second or more, since its step is traced.
-        attention_kernel: as `plan` takes it.
+        attention_kernel: whether attention runs in a kernel that keeps no scores; None stands for
+            the recipe's choice, as in `plan`.
 
     Raises:
         ValueError: no layout has exactly `devices` devices; or none of these layouts fits, and the
@@ -104,7 +106,8 @@ def search(
     possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
 
     def planned_of(layout: Layout) -> Plan:
-        """Returns the plan of one layout, with the search's other arguments."""
+        """Returns the plan of one layout, with the arguments of `search` that do not choose
+        layouts."""
         return plan(
             config,
             layout,
@@ -193,6 +196,7 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
                 "remat": remat,
                 "precision": choices.precision,
             }
+            # `counts` says whether plan has closed forms for the layout.
             if Layout.admits(**fields) and counts(Layout(**fields)):
                 yield Layout(**fields)
 
@@ -234,16 +238,17 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the numbers of replicas over which ZeRO may split: all replicas, or, without a
-    pipeline, also the groups in `GROUPS` that divide them."""
+    """Returns the numbers of replicas over which ZeRO may split: all replicas; without a pipeline
+    also each size in `GROUPS` that divides their number."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Returns a lower bound of the bytes that a device needs: the bytes of the step's arguments and
-    of the arrays that the layers keep for the backward pass."""
-    # With an attention kernel the layers keep no scores.
+    """Returns a lower bound of the bytes that a device needs: the sum of the step's arguments
+    and of the arrays that the layers keep for the backward pass."""
+    # With an attention kernel the layers keep no scores. `hardware.short` is the bytes of a number
+    # of a 16-bit type.
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

@@ -63,8 +63,8 @@ class Operation(NamedTuple):
         reads: the buffers that it reads.
         writes: the buffers that it makes.
         over: pairs of a buffer that it makes, and a buffer over which the first may be written.
-        inner: for a loop or a branch, the peak bytes of its own temporaries, without the buffers
-            above; else 0.
+        inner: for a loop or a branch, the peak bytes of its own temporaries, without `reads` and
+            `writes`; else 0.
         held: the temporaries in that peak, each with its bytes.
     """
 
@@ -98,16 +98,18 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """Returns the temporaries of a frame at its fullest moment. Sets the `place` of its buffers.
+    """Returns the temporaries of a frame at its fullest moment: their bytes, the buffers, and the
+    operation that runs then. Also sets `into` of the frame's buffers, from which `place` follows.
 
     Args:
         operations: the operations, in the order in which they run.
         results: buffers that live to the end of the frame.
-        given: for a loop's body, the buffers of its carries, which belong to the frame around; the
-            body may write over them.
-        carried: for a loop's body, each carry's buffers at the end and at the beginning of a trip.
-        early: whether the results of loops have memory from the start of the frame, as in some of
-            XLA's backends. Otherwise they have it from the loop that makes them.
+        given: for a loop's body, the buffers of its carries, which belong to the frame that has the
+            loop; the body may write over them.
+        carried: for a loop's body, a pair for each carry: its buffer at the end of a trip, and its
+            buffer at the beginning.
+        early: whether the results of loops are in memory from the first operation of the frame on,
+            as in some of XLA's backends. Otherwise they are from the loop that makes them on.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`

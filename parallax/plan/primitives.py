@@ -98,8 +98,8 @@ def only_multiplies(eqn: JaxprEqn) -> bool:
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which a collective moves data, without those of one device, in the
-    order of the mesh. `sizes` has the number of devices on each axis of the mesh."""
+    """Returns the axes along which a collective moves data, without axes of size 1, in the order of
+    the mesh. `sizes` has the number of devices on each axis of the mesh."""
     # Primitives call this parameter `axes` or `axis_name`.
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)

@@ -2,8 +2,8 @@
 computes or gathers again, under a layout's `remat`.
 
 `remat` is "none", or it names the arrays that are computed again: "gathers" (gathered arrays),
-"attention", "products" (all arrays but the results of matmuls with weights), "block" (a whole
-layer) or "stage" (a whole stage of a pipeline).
+"attention", "block" (a whole layer) or "stage" (a whole stage of a pipeline). Only "products" names
+the arrays that are kept, the results of matmuls with weights; all others are computed again.
 """
 
 from typing import Literal, NamedTuple
@@ -17,13 +17,14 @@ class Recomputed(NamedTuple):
     Attributes:
         keeps: everything, only the results of matmuls with weights, or only the layer's input.
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
-        keeps_scores: whether attention's weights (of queries and keys) are kept.
+        keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
         gathers: all-gathers over devices per layer that the backward pass runs again.
         sums: sums over devices per layer that the backward pass runs again.
-        matmuls: whether it runs the matmuls with weights again.
-        scores: the share of attention's matmuls that it runs again: a half if attention's result is
-            kept and its scores are not.
-        passes: the share of the arrays between a layer's matmuls that it computes again.
+        matmuls: whether the backward pass runs the matmuls with weights again.
+        scores: the share of attention's matmuls that the backward pass runs again: a half if
+            attention's result is kept and its scores are not.
+        passes: the share that the backward pass computes again of the arrays between a layer's
+            matmuls. The time of these arrays is that of passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -41,9 +42,9 @@ class Recomputed(NamedTuple):
         """Returns the share of the matmuls with weights that the backward pass runs again, in a
         stage of `layers` layers; 0 if it runs none again.
 
-        The last matmul of each layer, or of the whole stage if that runs again, is left out: its
-        result is the input of the next layer or stage, which keeps it. `last` is the share of this
-        matmul among those of a layer.
+        The last matmul of each layer is left out; if the whole stage runs again, only the last
+        matmul of the stage. The result of this matmul is the input of the next layer or stage, and
+        kept there. `last` is this matmul's share of the weights in a layer's matmuls.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 
@@ -61,8 +62,12 @@ def recomputed(layout: Layout) -> Recomputed:
     if whole_stage or keeps != "everything":
         scores, passes = 1.0, 1.0
     elif attention_again:
+        # Of attention's two matmuls the one for the scores runs again. Attention's arrays are taken
+        # as half of those between matmuls.
         scores, passes = 0.5, 0.5
-    else:  # with ZeRO-3 also for remat `attention`, which then keeps attention's arrays
+    # With ZeRO-3 also for remat `attention`: a layer is then wrapped in `remat.gathers`, which
+    # keeps all arrays but gathered ones, also those inside attention's own `jax.checkpoint`.
+    else:
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No
     # gradient needs the result of its second sum. `gathers` and `sums` do not count those of a

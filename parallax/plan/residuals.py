@@ -1,5 +1,5 @@
-"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that the job of
-the input's gradient hands on to the job of the weights' gradients.
+"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that a pipeline's
+job for the gradient of a layer's input hands on to the later job for the gradients of its weights.
 
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these numbers,
 `search` drops layouts that cannot fit before it traces a step.
@@ -8,8 +8,8 @@ Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A =
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
 `layout.token_shards` the number of devices among which the residual stream is split by tokens.
 `short` is the bytes of a number in 16-bit precision, and `kernel` says whether attention runs in a
-kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and in
-`column_parallel` the numbers for each token in the results of its column-parallel matmuls.
+kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and
+`column_parallel` says how many numbers a token has in the results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits.
@@ -40,10 +40,10 @@ class Sizes(NamedTuple):
         whole: A.
         split: A / t.
         scores: S / t.
-        narrow: bytes of a number that the model computes.
+        narrow: bytes of a number in the dtype in which the model computes.
         stream: numbers of the residual stream: A, or A / t if it is split by tokens.
-        gathered: numbers that are kept of the input of a column-parallel layer: A, or those of the
-            stream if the backward pass gathers it again.
+        gathered: how many numbers of a column-parallel layer's input are kept: A, or those of the
+            stream if the backward pass gathers the input again.
     """
 
     whole: int
@@ -72,8 +72,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
-    scores with remat `attention`.
+    """Returns the bytes that a layer keeps if the backward pass recomputes nothing or, with
+    remat `attention`, only the scores.
 
     The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
     result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps its result in
@@ -104,7 +104,8 @@ def between_products(
     """Returns the bytes of the arrays that a layer computes between its matmuls: those that it
     keeps, a float32 array in each norm, and those inside the activation.
 
-    Forward and backward pass go over these arrays, whether they are kept or computed again.
+    The forward and the backward pass read and write these arrays in memory, whether they are kept
+    or computed again.
     """
     size, layer = sizes(config, layout, batch, short), layer_of(config)
     inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
@@ -134,8 +135,9 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     gradients of its weights, if nothing is computed again.
 
     These are the cotangents of the results of the layer's matmuls, and the gradients of its norms
-    and biases. In a GPT-2 the cotangents are 3 + 4 arrays of width D, split over the tensor
-    devices, and two whole arrays, those of the row-parallel matmuls.
+    and biases. In a GPT-2 the cotangents are 3 arrays of width D for q, k and v and 4 for the
+    feed-forward, all split over the tensor devices, and two whole arrays, those of the row-parallel
+    matmuls. A Llama has fewer norm weights and biases, so for it the number is slightly too large.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel

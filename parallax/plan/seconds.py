@@ -1,5 +1,5 @@
-"""The time of a traced step: the seconds of its products (matmuls), its memory and its messages,
-and the slowest of the three.
+"""The time of a traced step: the seconds of its matmuls (products), of its reads and writes of
+memory, and of its messages, and which of the three takes longest.
 
 The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
 bytes of its result on a device. `n` is the number of devices along its axes together.
@@ -21,11 +21,11 @@ class Seconds(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        products: of matrix products, at the share of the peak rate that large ones reach.
-        passes: of memory that is read and written.
-        messages: of messages between devices, one after another, by axes.
-        share: the share of the devices' peak rate: the seconds of products at that rate, over
-            `total`.
+        products: seconds of the matmuls, at the share of the peak rate that large matmuls reach.
+        passes: seconds in which memory is read and written.
+        messages: for each set of axes, seconds of the messages along it, one after another.
+        share: the share of the peak rate that the step reaches: the seconds that its matmuls would
+            take at the peak rate, over `total`.
     """
 
     products: float
@@ -57,7 +57,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     """Returns the time of a `Trace` on devices of `hardware`.
 
     Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
-    network. The other collectives take the time of a formula.
+    network. The time of the other collectives comes from an alpha-beta formula (`_cost`).
     """
     # The seconds of products at the peak rate; large products reach `efficiency` of that rate.
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
@@ -95,8 +95,8 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
 
 
 # The collectives of `jax.lax` that reduce or gather. The program does not say which messages
-# they send. Along several axes at once they take the time of halving: of the algorithms that send
-# equally many bytes, it has the fewest rounds.
+# they send. Along several axes at once they take the time of `collectives.halving`, recursive
+# halving: of the algorithms that send equally many bytes, it has the fewest rounds.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,
@@ -112,11 +112,12 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks of size / n bytes; the other collectives of `jax.lax` cost as much as halving.
+    n - 1 blocks of size / n bytes; the other collectives of `jax.lax` cost as much as those
+    of `collectives.halving`.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and received
-    bytes that are added to others. The messages of an all-to-all do not wait for each other, so the
-    longest chain of messages that wait, `chain`, is 1.
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, received
+    bytes that the device adds to its own, and `chain`, the longest chain of messages that wait for
+    each other. The messages of an all-to-all do not wait, so its `chain` is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

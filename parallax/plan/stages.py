@@ -2,7 +2,7 @@
 the matmuls in their traces.
 
 Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients of its weights. A
-chunk is one of the parts of the model's layers that a stage has.
+stage has one or more chunks; each chunk is a group of the model's layers.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,8 @@ def stage_work(
 
     Args:
         embed: `(params, microbatch) -> x`, the input of the first stage.
-        stage: `(params, x, microbatch, position) -> x`, one chunk of layers.
+        stage: `(params, x, microbatch, position) -> x`, one chunk of layers; `position` is the
+            index of the chunk among all chunks of the model.
         head: `(params, x, microbatch) -> loss`.
         schedule: the table of the pipeline's jobs.
         axis: the axis of the stages.

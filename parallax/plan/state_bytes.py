@@ -111,7 +111,8 @@ def optimizer_bytes(
     itemsize: int = 4,
 ) -> int:
     """Returns the bytes of the optimizer's state on a device, for parameters of `itemsize` bytes
-    each. The optimizer acts element by element. With ZeRO a device has the state of its shares."""
+    each. The optimizer must act element by element. With ZeRO a device has the state of its
+    shares."""
     bytes_per_parameter, rest = _state(optimizer, itemsize)
     return (
         bytes_per_parameter
@@ -123,8 +124,8 @@ def optimizer_bytes(
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
     """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
-    numbers, such as a step count. Both are read from the state for one array of 64 parameters, in
-    which arrays of 64 numbers have one number for each parameter."""
+    numbers, such as a step count. To tell them apart, the state for one array of 64 parameters is
+    made: its arrays of 64 numbers have one number for each parameter."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]

@@ -40,7 +40,7 @@ class Trace(NamedTuple):
         operations: floating-point operations of products, by the type of their operands.
         lines: the same operations, by the line of the caller's source.
         read: bytes that operations read from memory, after fusion.
-        written: bytes that they write to it.
+        written: bytes that operations write to memory.
         messages: the number of calls of each collective.
         arguments: bytes of the step's arguments.
         donated: bytes of those arguments that the step may write over.
@@ -72,7 +72,8 @@ class Trace(NamedTuple):
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
-        """Bytes of the collectives' results, by axes."""
+        """Bytes of the collectives' results, by axes, as `compiled.certificate` counts them. The
+        bytes that really leave a device depend on the algorithm."""
         found: Counter[tuple[str, ...]] = Counter()
         for message, times in self.messages.items():
             found[message.axes] += times * message.bytes
@@ -97,11 +98,13 @@ def trace(
         step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
             as donated.
         shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
-            that `mesh.spmd` splits, the bytes of a device's block count.
+            that `mesh.spmd` splits, only the bytes of one device's block are counted.
         mesh: the mesh of the step. Its devices need not exist.
-        hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
+        hardware: the kind of device, such as `hardware.TPU_V5E`. It gives the time of the step, and
+            the copies that the compiler makes.
         platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or
-            "cuda". By default it is that of the hardware, or without hardware the default branch.
+            "cuda". By default the platform of the hardware; without hardware the default branch
+            counts.
 
     Raises:
         ValueError: the step is not mapped over `mesh`.
@@ -295,8 +298,9 @@ def report(trace: Trace, *, rows: int = 8) -> str:
 
 
 def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
-    """Returns the lines of the `rows` collectives that move most bytes. Collectives of the same
-    axes, kind and source line are one row: total bytes, calls, and bytes of the largest result."""
+    """Returns lines for the collectives that move the most bytes, at most `rows` lines. The
+    collectives of the same axes, kind and source line are one line: total bytes, calls, and bytes
+    of the largest result."""
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])

@@ -7,12 +7,13 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` has the calls of each part in a step (`Sizes`; `size.leaves` counts transposes of
-the embedding, `self.leaves` are arrays), and `again` the operations that the backward pass runs
-again (`Recomputed`). `stream` is the bytes of the residual stream on a device, and `parts` the
-number of devices among which its tokens are split. `compute` is the bytes of a number that the
-model computes, and `wide` the bytes of a number in a sum. `shards` are the axes over which ZeRO
-splits. `shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients.
+In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
+operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
+but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
+residual stream on a device, and `parts` the number of devices among which its tokens are split.
+`compute` is the bytes of a number in the dtype in which the model computes, and `wide` in the wider
+dtype of sums. `shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether each
+microbatch scatters the leaf's gradients. `halving` is the recursive-halving algorithm.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
 sends half of that, and so does an all-gather whose result has S bytes.
@@ -59,12 +60,12 @@ class Term(NamedTuple):
 
     Attributes:
         what: a name for the data that it moves.
-        axes: the mesh axes along which it moves the data, without those of one device.
+        axes: the mesh axes along which it moves the data, without axes of size 1.
         collective: the function that moves the data.
         nbytes: bytes of the array that the function takes on each device.
         times: calls per step.
         n: devices on all of these axes together.
-        itemsize: bytes of a number, since algorithms cut arrays at whole numbers.
+        itemsize: bytes of a number. Algorithms cut an array between numbers, never inside one.
     """
 
     what: str
@@ -78,9 +79,11 @@ class Term(NamedTuple):
     @property
     def cost(self) -> Cost:
         """The cost of one call. A collective of `jax.lax` counts as one message of the bytes of its
-        result, and takes the time of halving; `lax.pmax` takes the time of one hop."""
+        result. XLA's algorithm is not known, so it takes the time of `collectives.halving`; a
+        `lax.pmax`, which is small, takes the time of one hop."""
         if self.collective is lax.pmax:
-            # hops, bytes over the busiest link, bytes sent, messages, bytes reduced
+            # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
+            # longest chain of messages that wait for each other
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
             return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
@@ -98,7 +101,7 @@ class Term(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one microbatch on a device, and the calls of each part on it in a step.
+    """The sizes of one microbatch on a device, and how often a step calls each part of the model.
 
     Attributes:
         sequences: sequences of the microbatch.
@@ -108,9 +111,9 @@ class Sizes(NamedTuple):
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's transpose.
+        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
         hops: activations that are sent to the next stage, and cotangents to the stage before.
-        last: the number of ticks at the step's end that have the same lanes.
+        last: how many ticks at the step's end run the same lanes as the very last tick.
         weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
             schedule has a lane for them.
     """
@@ -132,10 +135,8 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
     `batch` sequences.
 
-    `jobs` counts the calls. Its `hops` are messages to other stages, and its `last` is the number
-    of ticks at the step's end that have the same lanes. If all stages run the same lanes in a tick,
-    idle stages run them too, on garbage. A lane then counts in each tick in which at least one
-    stage has a job for it.
+    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run them too,
+    on garbage. A lane then counts in each tick in which at least one stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -167,12 +168,12 @@ def terms(
 
     Args:
         config: the model's sizes.
-        layout: the devices on each axis, and what they split.
+        layout: the number of devices on each axis, and what each axis splits.
         batch: sequences in the global batch.
         axes: the collective algorithm of each axis, as in `Compute`.
-        short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU
-            backend sends 4).
-        itemsize: bytes of a parameter, and of a number that is computed in full precision.
+        short: bytes of a number if the model computes in `bfloat16` or `float16` (XLA's CPU backend
+            sends 4).
+        itemsize: bytes of a parameter, and of a number if the model computes in full precision.
         size: the calls to count; by default those of the step, from `sizes`.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
@@ -214,11 +215,11 @@ class _Step:
         self.stream = self.size.tokens * config.width // self.parts * self.compute
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
-        """Returns a `Term` along `axes`, in the mesh's order and without those of one device.
+        """Returns a `Term` along `axes`, in the mesh's order, without axes of size 1.
 
         `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
         each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
-        default of one that the model computes.
+        default in the dtype in which the model computes.
         """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
@@ -316,9 +317,10 @@ class _Step:
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
         passes_again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # Attention's forward pass runs again if a sum of the layer or the whole stage does. It then
-        # shares its first message with the backward pass, so n - 2 are added. For n <= 3 there is
-        # no loop between the messages, and XLA shares them all.
+        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
+        # if it is above 0, or if the whole stage runs again. Of the n - 1 messages of this pass,
+        # the first equals the first of the backward pass, and XLA sends it once. The others are in
+        # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
@@ -354,9 +356,9 @@ class _Step:
         """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
         the gradients of parameters that all stages share.
 
-        With `sequence`, each device along `tensor` has only its own tokens. So its gradients of
-        parameters that are not split over `tensor` are only terms of a sum over `tensor`. The
-        messages of these sums are yielded too.
+        With `sequence`, each device along `tensor` has only its own tokens. So for parameters
+        that are not split over `tensor`, a device has only its own part of the gradient, and the
+        parts are summed over `tensor`. The messages of these sums are yielded too.
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding.
@@ -387,19 +389,16 @@ class _Step:
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
-        """Yields the all-reduce of a leaf's gradient along `axis`. Only a share is reduced if
-        ZeRO-2, or for a layer's leaf ZeRO-3, has already scattered the gradient."""
+        """Yields the all-reduce of a leaf's gradient along `axis`. If ZeRO has already
+        scattered the gradient (`shares_sums`), only a share is reduced."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
         """Yields the messages of data parallelism and ZeRO: gradients are reduced or scattered, and
         parameters gathered."""
-        over, chunks, shares_parameters = (
-            axes_of(self.shards),
-            self.layout.chunks,
-            self.layout.zero == 3,
-        )
+        over, chunks = axes_of(self.shards), self.layout.chunks
+        shares_parameters = self.layout.zero == 3
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:  # whole on each replica, also with ZeRO
@@ -409,14 +408,12 @@ class _Step:
             # once. The cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each
             # microbatch, and ZeRO-3 gathers parameters in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
-            scatters, gathers, part = (
-                self._scatters(leaf) if self.shares_sums(leaf) else 1,
-                1,
-                whole,
-            )
+            scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
+            gathers, part = 1, whole
             if leaf.block:
-                # A call scatters the layers of one chunk. ZeRO-3 gathers and scatters each layer by
-                # itself, in the loop over the layers.
+                # Such a leaf has the layers of all chunks of the stage. With `shares_sums` a call
+                # scatters the layers of one chunk. ZeRO-3, which has `shares_sums` too, gathers and
+                # scatters each layer by itself, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
                 if self.shares_sums(leaf):
@@ -438,14 +435,16 @@ class _Step:
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
         stage gathers the leaf, also a pass that runs again. Each backward pass that reads the leaf
-        gathers it too; `IDLE` and `ADDED` are leaves that it does not read."""
+        gathers it too. It never reads the last bias (`IDLE`), and the other biases (`ADDED`) only
+        if the layer does not keep everything."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
             # There is no loop over layers, so XLA gathers once for all forward passes, also for
-            # those of a stage that runs again.
+            # those of a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint`
+            # keeps the gathers of the backward passes apart from these.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
@@ -453,8 +452,8 @@ class _Step:
         """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
         microbatch, or in a pipeline in each tick of a lane that makes these gradients.
 
-        A lane that does not make them scatters zeros. XLA sends the zeros of a ring once for all
-        leaves of one shape, and drops those of `lax.psum_scatter`.
+        A lane that does not make them scatters zeros. In a ring, XLA sends these zeros only once in
+        a step, for all leaves of the same shape; with `lax.psum_scatter` it sends none.
         """
         size = self.size
         if not self.layout.pipelined:
@@ -465,8 +464,8 @@ class _Step:
         )
         zeros = 0 if by_lax else 1
         # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of them, and the other scatters zeros. The zeros of `norm.bias` are
-        # those of `norm.weight`, which has the same shape.
+        # leaves belongs to one of them, and the other scatters zeros. The default is for
+        # `norm.bias`, whose zeros are sent with those of `norm.weight`, which has the same shape.
         scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,

@@ -53,10 +53,10 @@ def specs(
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
-            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf,
-            or a rule only leaves that earlier rules take; a leaf has no rule; the `size` of an
-            `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has more
-            entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
+            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf;
+            earlier rules match all leaves that a rule matches; a leaf has no rule; the `size` of
+            an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
+            more entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
             `experts` splits a dim over one of `batch_axes`, so each replica would train a different
             model; the mesh lacks an axis, or the size of an axis does not divide the dim.
     """
@@ -149,8 +149,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
-    # leaf is found. `taken` has the placements by the leaf's number in `arrays`. In a tree without
-    # arrays no rule counts as idle.
+    # leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a tree
+    # without arrays no rule counts as idle.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
     unplaced = set()  # the numbers of leaves for which a rule gave neither a spec nor None
@@ -259,9 +259,9 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
     """Returns whether `rule` is a `match("**", P())` that may be idle.
 
-    It may end any list of rules, and earlier rules may leave nothing for it. But it must place a
-    leaf if an `fsdp` around it has wrapped no leaf of an earlier rule: that `fsdp` would do
-    nothing.
+    It may end any list of rules, and earlier rules may leave nothing for it. But if it is inside an
+    `fsdp`, and no earlier rule inside that `fsdp` places a leaf, it must place one: otherwise that
+    `fsdp` would do nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
@@ -273,8 +273,8 @@ def _idle(
 ) -> Refusal:
     """Returns the refusal of a rule that places no leaf.
 
-    `name` is the rule in words, and `taken` are the placements by earlier rules, by the leaf's
-    number in `arrays`.
+    `name` is the rule in words. `taken` maps the index of a leaf in `arrays` to the placement that
+    an earlier rule gave the leaf.
     """
     # Only a `match` has a pattern that can be looked at.
     if not isinstance(rule, match):

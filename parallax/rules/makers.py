@@ -105,7 +105,7 @@ class fsdp:
         if self.size < 1:
             raise ValueError(
                 f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
-                f"{self.size}. Pass size=1."
+                f"{self.size}. Pass the number of devices along that axis."
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:

@@ -24,11 +24,12 @@ class GatheredOptState(eqx.Module):
     """The state of an optimizer of `parallax.optimizers`, which updates whole matrices.
 
     Attributes:
-        groups: the state of each group of leaves; the leaves of a group have the same layers.
+        groups: the state of each group of leaves; in the leaves of a group, the dims that count
+            layers have the same sizes.
         names: the axes along which matrices are whole; the layers are split over them instead.
         members: the paths of each group's leaves.
-        leads: for each group, the number of first dims that are layers, in its leaves and in every
-            array of its state.
+        leads: for each group, how many leading dims count layers, in its leaves and in every array
+            of its state.
     """
 
     groups: list[PyTree]
@@ -42,7 +43,7 @@ def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
-            f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has "
+            f"optimizers: the optimizer gathers matrices along {strange[0]!r}, but the mesh has "
             f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix "
             "names of the mesh's axes."
         )
@@ -60,9 +61,10 @@ def optimizer_specs(
 
     A moment may have another shape than its parameter if it is that parameter reduced over some
     dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
-    remaining dim stays split as in the parameter. Dims of equal sizes may leave open which of them
-    was reduced: a dim of the moment then stays split only if every possible choice splits it alike.
-    Any other shape raises `ValueError`, unless the parameter is whole: then its state is whole too.
+    remaining dim stays split as in the parameter. If dims have equal sizes, it may be unclear which
+    of them was reduced. A dim of the moment then stays split only if it is split alike in every
+    possible case. Any other shape raises `ValueError`, unless the parameter is whole: then its
+    state is whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
@@ -96,26 +98,24 @@ def optimizer_specs(
 
     def specs_of_group(group, members, lead, names):
         """Returns the specs of one group's state. `members` are the paths of its leaves, whose
-        first `lead` dims are layers, and whose matrices are whole along the axes `names`."""
+        first `lead` dims count layers, and whose matrices are whole along the axes `names`."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
-        # A moment has the spec of its parameter. A count has one number for each layer
-        # (`by_layer`).
+        # An array that belongs to no leaf, such as a count, has one number for each layer. All
+        # members split their layers alike, so the entries of the first member serve.
+        by_layer = P(*spec_of_leaf(members[0])[:lead])
+
         def spec_in_group(path, moment):
             return spec_of_moment(path, moment, spec_of_leaf, by_layer)
 
-        # An array that belongs to no leaf is equal for all layers, so the split of the layers of
-        # any member serves.
-        by_layer = P(*spec_of_leaf(members[0])[:lead])
         return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
-        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`. This has
-        the states of groups of leaves: `members` are the paths of a group's leaves, whose first
-        `lead` dims are layers, and `names` the axes along which their matrices are whole."""
+        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`, which
+        has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
         # With a misspelt axis, each device would keep all layers, and no error would say so.
@@ -143,8 +143,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
-            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
-            f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
+            f"optimizer_specs needs specs in the structure of the tree, one PartitionSpec for each "
+            f"of its {len(paths)} arrays; {dotted(missing[0]) or 'the tree itself'} has none in "
             f"{jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
             "same tree."
         )
@@ -158,7 +158,7 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.
-        lead: the number of first dims that are layers.
+        lead: how many leading dims count layers.
         names: the axes along which matrices are whole.
     """
 

@@ -4,7 +4,8 @@ An entry of a spec says which mesh axes split one dim; `entry_axes` gives them a
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
 axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. Of
 a placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the
-name of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
+name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of stacked
+layers, in every leaf that has one.
 """
 
 import math
@@ -25,7 +26,7 @@ class Refusal:
     Attributes:
         kind: the kind of error, such as "does-not-divide".
         where: the path of the leaf, or the rule.
-        what: the text of the error: what was needed, and what came.
+        what: the text of the error, which says what was needed and what was found instead.
         cure: the text that says what to do.
         fits: a spec that the leaf could have: its own, without the axes that do not fit.
     """
@@ -82,15 +83,16 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf, each with a spec that would fit, if one is safe.
+    """Returns the errors in the spec of a leaf. Each has a spec that would fit, if there is one
+    with which the same model is trained.
 
     Args:
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without it, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
-            leaf, the error for a dim that its axes do not divide advises no spec: in a spec without
-            the stacked axis, each device would run all layers.
+            leaf, a "does-not-divide" error advises no spec: the advised spec would lack the stacked
+            axis, and each device would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -99,8 +101,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, a
-        "does-not-divide" is returned without one."""
+        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, an error
+        of the kind "does-not-divide" is returned without a spec."""
         # The spec that fits would leave out the stacked axis, and each device would run all layers.
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
@@ -112,7 +114,8 @@ def refused(
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """Returns the axes that seem to split layers, as the axis of a pipeline's stages does.
 
-    Such an axis splits two leaves or more, always in the same dim, of the same size.
+    Such an axis splits two leaves or more. It splits the same dim in each, and this dim has the
+    same size in all of them.
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
@@ -171,9 +174,9 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that is split over an axis which the mesh lacks, or that the
-    number of devices along its axes does not divide. `stacked` are the axes that seem to split the
-    layers of all leaves."""
+    """Yields an error for each dim that is split over an axis which the mesh lacks, or whose size
+    is not a multiple of the number of devices along the axes that split it. `stacked` are the axes
+    that seem to split the layers of all leaves."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -220,11 +223,11 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, or if an earlier dim has it. It does not fit either
-    if the size of the dim is not a multiple of the number of devices along this axis and the axes
-    that split the dim before it. Two kinds of axes never fit: axes of the batch, which would make
-    replicas differ, and the axes of the `fsdp`s around the rule, since these `fsdp`s add their axes
-    themselves.
+    An axis does not fit if the mesh lacks it, or if an earlier dim has it. A dim may have several
+    axes, and they are added one by one: an axis also does not fit if the devices along it and along
+    the axes that the dim has so far do not divide the dim's size. Two kinds of axes never fit: axes
+    of the batch, which would make replicas differ, and the axes of the `fsdp`s around the rule,
+    since these `fsdp`s add their axes themselves.
     """
     # The axes that no further dim may have.
     used = {

@@ -69,17 +69,19 @@ class Stages:
         meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a stage that failed, whether all processes may try again, because the errors of
-            all processes are `transient`.
+        again: after a failed stage, whether all processes may try again. They may if the errors of
+            all of them are `transient`.
     """
 
     def __init__(self, name: str, meet: Meet):
         self.again, self._name, self._meet = False, name, meet
-        self._number, self._over = 0, False  # the number of ended stages; whether one failed
+        # The number of ended stages; whether one failed and the other processes know it.
+        self._number, self._others_know = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
         """Waits until all processes have ended this stage, and returns if all succeeded. If a
-        process did not succeed, `end` sets `again`, and raises an error on every process.
+        process did not succeed, `end` sets `again` (whether all processes try again), and raises an
+        error on every process.
 
         A barrier carries no message, so a process answers by coming to a barrier or not. A process
         with an error does not come to the barrier "well", so the others reach their deadline. If
@@ -97,14 +99,13 @@ class Stages:
             self._meet(
                 key=f"{self._name}, stage {self._number} ended", timeout_ms=round(LONG * 1000)
             )
-        except BaseException:
-            self._over = True
+        except BaseException:  # a process is gone: `again` stays False
+            self._others_know = True
             raise
         if error is None and self._met("well", SOON):
             return
-        # The other processes know of the failure now. The caller passes the error to `failed`, and
-        # `_over` tells `failed` that it need not tell them again.
-        self._over = True
+        # The caller passes the error to `failed`, which need not tell the others again.
+        self._others_know = True
         # Longer than SOON: the processes that succeeded come here only after their wait at "well".
         self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)
         raise Elsewhere("another process could not do its part") if error is None else error
@@ -126,7 +127,8 @@ class Stages:
         """Returns whether to try again after `error`, which this process's work or `end` raised.
         All processes get the same answer.
         """
-        if not self._over:  # no stage failed in `end`, so the work did: `end` tells the others
+        # No stage failed in `end`, so the work of this process did: `end` tells the others.
+        if not self._others_know:
             with contextlib.suppress(Exception):
                 self.end(error)
         return self.again
@@ -152,9 +154,9 @@ def _is_late(error: BaseException) -> bool:
 
 
 def transient(error: BaseException | None) -> bool:
-    """Returns whether an error, or an error in its chain of causes, may go away by itself: an error
-    number of `TRANSIENT`, a barrier's deadline, or a file that is missing for TensorStore, the
-    library with which Orbax writes arrays.
+    """Returns whether an error, or an error in its chain of causes, may go away by itself. Such an
+    error has an error number of `TRANSIENT`, is a barrier's deadline, or says that TensorStore, the
+    library with which Orbax writes arrays, does not find a file.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it

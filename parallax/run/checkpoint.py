@@ -93,14 +93,14 @@ class Checkpoints:
         form: the form in which a state is stored, which all layouts share; None stores the state
             unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
             chunks.
-        finite: a function from the path of an array to whether the array must be finite. By default
-            every array must be finite. Return False, for example, for a mask of -inf, or for an
-            optimizer's best value that begins at inf.
+        finite: a function that takes the path of an array, and returns whether the array must be
+            finite. By default every array must be finite. Return False, for example, for a mask of
+            -inf, or for an optimizer's best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
-            an error of the disk or of the network). The first pause is 1 s, and each further one is
-            twice as long, while the run goes on; 8 tries take two minutes. With 2 tries or
-            more, each process keeps a copy of its blocks in the host's memory until the save is
-            finished.
+            an error of the disk or of the network). Between two tries there is a pause, first of
+            1 s and then each time twice as long; 8 tries take two minutes. The run does not wait
+            for them. With 2 tries or more, each process keeps a copy of its blocks in the host's
+            memory until the save is finished.
         say: prints a line on the first process, or on a process with an error.
 
     Raises:
@@ -122,7 +122,7 @@ class Checkpoints:
     ):
         """Checks the arguments, and makes the folder. `with` takes the lock on the folder."""
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
-            raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
+            raise ValueError(f"Checkpoints: the numbers in `keep` must be 1 or more; got {keep}.")
         if tries < 1:
             raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
@@ -136,7 +136,8 @@ class Checkpoints:
         self.lose_at_most, self.keep = lose_at_most, keep
         self.form, self.finite = form, finite
         self.refused: dict[int, ValueError] = {}  # why a step was refused, by step
-        self._saved = None if form is None else eqx.filter_jit(form.to_disk)  # state -> stored form
+        # From the state in memory to its stored form.
+        self._to_disk = None if form is None else eqx.filter_jit(form.to_disk)
         self._say = say if jax.process_index() == 0 else lambda line: None
         # A barrier of all processes; its keys have this name, and the number of the meeting.
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
@@ -207,14 +208,16 @@ class Checkpoints:
 
         Raises:
             ValueError: an array is not finite; or the folder holds a finished checkpoint of this
-                step or of a later one, and it was not refused.
+                step or of a later one, and that checkpoint was not refused.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
         self.wait()
-        # Both are dicts by path. If the run has a `form`, the state is first converted to it.
-        arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
-        # The devices search for nan and inf while Orbax begins to write; `not_finite()` waits.
+        # Two dicts by path, of the state in its stored form (see the argument `form`).
+        in_stored_form = state if self._to_disk is None else self._to_disk(state)
+        arrays, numbers = stored.stored(in_stored_form)
+        # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
+        # write. It returns a function that waits for the search.
         not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
@@ -278,8 +281,8 @@ class Checkpoints:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
             before: pass over the checkpoints of this step and later ones, if there is a checkpoint
-                of an earlier step. The later ones are removed as the run goes on from the earlier
-                one.
+                of an earlier step. When the run continues from the earlier checkpoint, its saves
+                remove the later ones.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
@@ -332,7 +335,7 @@ class Checkpoints:
 
     def _come(self) -> None:
         """Waits at a barrier, for up to a day, until all processes have come here. A collective
-        after the barrier is then short, and does not meet a deadline.
+        after the barrier is then short, and does not run into a timeout.
         """
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
@@ -375,7 +378,8 @@ class Checkpoints:
         sizes; refuses the newer checkpoints. Returns `NONE` if the folder never held a finished
         checkpoint. Raises `Refused` if the folder held finished checkpoints, and none is good.
         """
-        # Each step with a folder or named in `newest.json`; why that file cannot be read, or "".
+        # Each step that has a folder, finished or not, or that `newest.json` names; and why that
+        # file cannot be read, or "".
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -397,6 +401,7 @@ class Checkpoints:
                 else:
                     return step
             reasons += f"\n  step {step}: {self.refused[step]}"
+        # `self.steps()` are the finished checkpoints only, those with a manifest.
         if not os.path.lexists(self.folder / NEWEST) and not self.steps():
             return NONE
         raise Refused(
@@ -412,8 +417,9 @@ class Checkpoints:
             ValueError: the record has other arrays than `like`.
             manifest.Damaged: an array that must be finite is not.
         """
-        like = stored.shapes(like)
-        # `like` in the stored form, as shapes.
+        like = stored.shapes(like)  # shapes with the shardings of `like`
+        # `like` in the stored form, as shapes. `form` has two functions: from the state in memory
+        # to the state on disk (`to_disk`), and back (`from_disk`).
         wanted = like if self.form is None else stored.converted(self.form.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(
@@ -436,6 +442,7 @@ class Checkpoints:
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
         # The search for nan and inf communicates, and some processes read longer than others.
+        # `_lost` starts the search, and returns a function that waits for the names.
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(

@@ -11,10 +11,10 @@ something is broken: a memory, an arithmetic unit, a link, or a program. No othe
 difference, since JAX reads one copy and assumes that the others are equal.
 
 Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
-words of all devices to all devices. Every device then compares the words of copies: copies are the
-blocks of devices along the mesh axes that do not split the leaf. The check is a separate program,
-so a step without a check costs nothing and compiles as before. The check reads the state once, and
-sends 8 bytes per leaf.
+words of all devices to all devices. Every device then compares the words of copies: two blocks are
+copies if their devices differ only along mesh axes that do not split the leaf. The check is a
+separate program, so a step after which no check is made costs nothing extra, and the step's program
+stays the same. The check reads the state once, and sends 8 bytes per leaf.
 
 An array cannot be compared if each device has a different block of the array; `uncompared` names
 such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
@@ -53,8 +53,9 @@ class Differs(NamedTuple):
         alike: the number of devices with the same bits as this one, itself included.
         copies: the number of devices that should all hold the same bits.
         outvoted: whether the most common version of the bits is on more devices than any other
-            version. Then it is probably right, and this copy is wrong. If not, two versions are
-            equally common: it is not known which is right, and all devices are named.
+            version. If so, the most common version is probably right, and this copy is wrong. If
+            not, two versions are equally common: it is not known which is right, and all devices
+            are named.
     """
 
     leaf: str
@@ -239,7 +240,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     # One reduction for both words: two reductions would each store an array as large as `x` on a
     # CPU, and take three times as long.
     def both(sums, terms):
-        """Returns both sums with one more term each."""
+        """Returns the two words of the checksum, the plain and the weighted sum, each with one more
+        number added."""
         return (sums[0] + terms[0], sums[1] + terms[1])
 
     return jnp.stack(

@@ -41,7 +41,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
     """Prints `message` and ends the process at once, without exit handlers, which could wait for
     other processes.
 
-    The message is one write, so that the lines of several processes do not mix.
+    One system call writes the message, so that the lines of several processes do not mix.
     """
     # Each call fails alone: if nobody reads stdout any more, the message still goes to stderr.
     for write in (sys.stdout.flush, sys.stderr.flush):

@@ -1,5 +1,6 @@
 """An exclusive lock on a folder, so that the folder belongs to one run. The lock ends with the
-process that holds it. JAX is not imported here, so that a second run is refused within a second.
+process that holds it. JAX, which is slow to import, is not imported here, so that another run is
+refused at once.
 
     claim = lock.take("out/run")       # raises `Held`, with the host and process of the other run
     ...
@@ -167,11 +168,12 @@ def _sign(path: Path, descriptor: int) -> None:
 
 def _holder(folder: Path) -> str:
     """Returns a text, for an error, that names the process that holds the folder. Reads the lock's
-    file until that process has written its record there, for at most `TOLD` seconds.
+    file until it has a whole record, for at most `TOLD` seconds.
     """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
-        # A process that has just taken the lock needs this long to replace the old record.
+        # In this time a process that has just taken the lock replaces the record of the last
+        # holder.
         time.sleep(0.02)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(_files.read(folder / FILE))

@@ -30,8 +30,9 @@ class Skipped:
     """Counts the steps that `step.make` skipped because they were not finite, against a budget.
 
     With a loss scale, a step that overflows shows that the scale was too large, and `step.make`
-    lowers the scale. Only an overflow at the smallest scale counts. A step is also skipped if its
-    loss is above a limit: give `count` only steps for which `run.spikes.Spikes.count` is False.
+    lowers the scale. Only an overflow at the smallest scale counts. `step.make` also skips a step
+    whose loss is above a limit. Such steps should not be counted here, so call `Skipped.count` only
+    for steps for which `run.spikes.Spikes.count` returned False.
 
     Args:
         budget: the number of steps that may be skipped in a run.
@@ -71,7 +72,7 @@ class Skipped:
                 f"step {number}: the loss is {loss} and the gradient norm {norm}."
                 f"{update_not_finite} "
                 f"{len(self.steps)} steps were not finite "
-                f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is "
+                f"(the last ones: {', '.join(map(str, self.steps[-5:]))}), and the budget is "
                 f"{self.budget}. Lower the learning rate, clip "
                 "the gradients, or look at these batches."
             )

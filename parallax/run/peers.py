@@ -1,9 +1,10 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
-Each process writes an *entry* into the store twice a second: its last phase, and a count of its
-entries. A process that raises an error writes the error too, and the others end. If a process waits
-too long, `Peers.culprit` reads the entries twice, and names the process that most likely holds up
-the others. If a process is gone, JAX's own heartbeats end the job.
+Each process writes an *entry* into the store twice a second: its phase, which says what it is doing
+(such as "in step 3"), and how many entries it has written. A process that raises an error writes
+the error too, and the others end. If a process waits too long, `Peers.culprit` reads the entries
+twice, and names the process that most likely holds up the others. If a process is gone, JAX's own
+heartbeats end the job.
 """
 
 import atexit
@@ -105,9 +106,10 @@ class Peers:
         """Tells the others that this process ends because of an error, as in `why="raised
         ValueError"`; they then end too.
 
-        Rank 0 waits `GRACE` seconds, so that they can read it: JAX's service ends with rank 0.
+        Rank 0 waits `GRACE` seconds, so that the others can read the error: JAX's service ends with
+        rank 0.
         """
-        self._closed.set()
+        self._closed.set()  # so that the thread does not read this error and end the process
         key = f"{RAISED}{self.job.rank}"
         words = f"{self.job.who} {why}"
         _within(GRACE, lambda: self._client.key_value_set(key, words))
@@ -118,7 +120,7 @@ class Peers:
         """Returns a message that names the process that most likely holds up the others, or an
         empty text.
 
-        The call takes `GRACE` seconds, and at most twice as long. If the store, which is in rank 0,
+        The call takes between `GRACE` and 2 * `GRACE` seconds. If the store, which is in rank 0,
         does not answer in that time, rank 0 is named.
         """
 
@@ -142,7 +144,8 @@ class Peers:
         self._client.key_value_set(f"{RANKS}{self.job.rank}", text, allow_overwrite=True)
 
     def _read(self, folder: str) -> dict[str, Any]:
-        """Returns the entries in a folder of the store: records in `RANKS`, texts in `RAISED`."""
+        """Returns the entries in a folder of the store, by key. The entries of the folder `RANKS`
+        are records, and those of the folder `RAISED` are texts."""
         entries = self._client.key_value_dir_get(folder)
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
@@ -175,8 +178,8 @@ class Peers:
 
 
 def job_name() -> str:
-    """Returns a text that is the same in all processes of a job: a hash of the variables `NAMES`,
-    which does not show a token.
+    """Returns a text that is the same in all processes of a job: a hash of the environment
+    variables `NAMES`, by which launchers name a job. They are hashed because one may hold a secret.
     """
     values = "\0".join(os.environ.get(name, "") for name in NAMES)
     return hashlib.sha256(values.encode()).hexdigest()

@@ -67,9 +67,9 @@ def initialize(
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
             Open MPI the default is one accelerator per process, by its local rank.
         initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. They count from the start of the process,
-            because the other processes also wait for slow imports; but this call has at least half
-            of them.
+            still waits then prints a message and ends. The seconds count from the start of the
+            process, because the other processes also wait for slow imports; but this call gets at
+            least half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
@@ -101,7 +101,8 @@ def initialize(
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            jax.distributed.shutdown()  # all processes raise: none waits for the others
+            # A meeting of all processes. None waits long, since all have the same `cpu_devices`.
+            jax.distributed.shutdown()
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
                 f"initialize: cpu_devices={cpu_devices} must be a multiple of the {job.processes} "
@@ -239,6 +240,7 @@ def _shut_down(job: Job) -> None:
         job.peers.leave()  # so that the others do not report this process as silent
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    # Until here the thread of `peers` still ends this process if another one raises an error.
     if job.peers:
         job.peers.close()
 
@@ -286,8 +288,8 @@ def all_or_none(
 
 
 class StopRequest:
-    """A function of the step that says whether a signal has asked the job to end. All processes get
-    the same answer.
+    """A function that takes the number of the step, and returns whether a signal has asked the job
+    to end. All processes get the same answer.
 
     Args:
         several: whether the job has several processes.
@@ -333,8 +335,8 @@ class StopRequest:
 
 @contextlib.contextmanager
 def preemption() -> Iterator[StopRequest]:
-    """Yields a function of the step that returns whether SIGTERM, Ctrl-C or SIGHUP has come to any
-    process. The function returns true at the same step on all processes.
+    """Yields a function that takes the number of the step, and returns whether SIGTERM, Ctrl-C or
+    SIGHUP has come to any process. The function returns true at the same step on all processes.
 
         with processes.preemption() as preempted:
             for i in range(start, steps):

@@ -5,8 +5,8 @@ contents.json    the record alone, written first: it says to which run the folde
 manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
-Both files also have the number of their format. `manifest.need(condition, place, what, value)`
-raises `Damaged`, with the other arguments in its message, if the condition is false.
+Both files also hold the number of their format, `format`. `manifest.need(condition, place, what,
+value)` raises `Damaged`, with the other arguments in its message, if the condition is false.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The record as text, for comparisons. As texts `1`, `1.0` and `true` differ, while in
-        Python they are equal.
+        """The record as text, for comparisons. The texts `1`, `1.0` and `true` differ, while the
+        Python values are equal.
         """
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
@@ -121,16 +121,16 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns a bound on the bytes of a checkpoint's files: twice 16 bytes for each number of its
-    arrays, and 1 GiB. A manifest that lists more is refused, so that no absurdly large file is
-    hashed.
+    """Returns a generous bound on the bytes of a checkpoint's files: for each number of its arrays
+    twice the bytes of the widest number, and 1 GiB. A manifest that lists more is refused, so that
+    no absurdly large file is hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
-    """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if the
-    entries are not a valid record; the message names the first wrong entry.
+    """Converts the JSON entries that were read from `path` to a `Record`. Raises `manifest.Damaged`
+    if the entries are not a valid record; the message names the first wrong entry.
     """
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
@@ -166,7 +166,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
-        raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
+        raise manifest.Damaged(f"{folder}: needed a folder, found none. The folder was removed.")
+    # A link to a missing file is not this case: `read` says what is wrong with it.
     if not os.path.lexists(folder / MANIFEST):
         raise manifest.Damaged(
             f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has "
@@ -180,8 +181,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Use these settings, or choose "
-            f"another folder."
+            f"{folder}: it is of another run, which had {differing}. Use the settings of that run, "
+            f"or choose another folder."
         )
     check_form(folder, record, files)
 
@@ -213,7 +214,7 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
             f"{folder / MANIFEST}: needed the record in {CONTENTS}, which was written with "
-            f"the arrays; got another one. It is damaged."
+            f"the arrays; got another record. The manifest is damaged."
         )
 
 

@@ -131,7 +131,8 @@ def prune(
     retention: Retention,
 ) -> None:
     """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
-    does not keep, unfinished ones, and replaced ones.
+    does not keep, unfinished ones (except those at a multiple of `retention.every`), and ones that
+    a newer checkpoint of the same step has replaced.
 
     The newest checkpoint whose loss was measured also stays. A damaged checkpoint that was refused
     stays until there is a newer good one. A checkpoint that was refused for another reason stays
@@ -154,7 +155,7 @@ def prune(
         return
 
     def stays(step):
-        """Returns whether the checkpoint of `step` stays, apart from its measured loss."""
+        """Returns whether the checkpoint of `step` would stay if no loss had been measured."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
@@ -189,12 +190,13 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay for their loss. One is the newest checkpoint whose loss was
-    measured. The search begins with the steps `newest` (newest first), and goes on with the steps
-    `others`. The function also returns the newer checkpoints of another format, since their loss
-    may have been measured. Damaged checkpoints are left out.
+    """Returns the folders that stay because of a measured loss. One is the newest checkpoint whose
+    loss was measured. The search begins with the steps `newest` (newest first), and goes on with
+    the steps `others`. The function also returns the newer checkpoints of another format, since
+    their loss may have been measured. Damaged checkpoints are left out.
 
-    Raises `OSError` if a manifest cannot be read now; the writer then tries again.
+    Raises `OSError` if a manifest cannot be read now. `writer.Writer`, during whose save this runs,
+    then tries the end of the save again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

@@ -24,7 +24,7 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     `with` block; `count` is the number of such signals so far.
 
     A signal that was ignored before, as by nohup, stays ignored. Only the main thread can listen;
-    in other threads nothing changes.
+    in another thread this function does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -84,9 +84,9 @@ class Spikes:
                 f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
                 f"{self.factor:g} times its running median; there were "
                 f"spikes at {len(self._at)} of the last {WINDOW} steps "
-                f"({', '.join(map(str, self._at[-5:]))} last).",
-                number,
-                self._at[0],
+                f"(the last ones: {', '.join(map(str, self._at[-5:]))}).",
+                step=number,
+                first=self._at[0],
             )
         return True
 

@@ -83,7 +83,7 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
     shardings = lowered.compile().output_shardings
 
     def shape(out, sharding):
-        """Returns the shape and dtype of a result, with this sharding."""
+        """Returns the shape and dtype of an array that `convert` returns, with its sharding."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
 
     # When `lower` traced `convert`, that added the leaves that are no arrays to `statics`.
@@ -103,8 +103,8 @@ def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
-    which `jax.jit` can trace; and a list. Each trace of the function adds to the list a tree of the
-    other leaves of the result, which are not arrays.
+    which `jax.jit` can trace; and a list. When the function is traced, the leaves of its result
+    that are no arrays are added to the list, as one tree.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -127,8 +127,8 @@ def check_same(
     """
 
     def kinds(numbers):
-        """Returns plain numbers as a record describes arrays, `[type, shape]`, by name. A complex
-        number is stored as a list of its two parts.
+        """Returns, by name, `[type, shape]` of each plain number, as a record describes an array. A
+        complex number is stored as a list of its two parts.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -136,7 +136,7 @@ def check_same(
         }
 
     def words(entry):
-        """Returns the type and the shape of a leaf, or "nothing"."""
+        """Returns the type and the shape of a leaf in words, or "nothing" if there is no leaf."""
         return "nothing" if entry is None else f"{entry[0]}{entry[1]}"
 
     stored_leaves = record.arrays | kinds(record.numbers)
@@ -152,8 +152,8 @@ def check_same(
         raise ValueError(
             f"{folder}: the arrays are not those of the state to restore. "
             f"{'; '.join(wrong[:3])}{more}. "
-            "Restore with the model and the optimizer that were saved, and the to_disk that "
-            "they were saved by."
+            "Restore with the model and the optimizer that were saved, and with the same "
+            "`form` as in the save."
         )
 
 
@@ -163,8 +163,9 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of the leaf of `like`. A
-        complex number was stored as a list of its parts, and random keys as integers.
+        """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
+        `like` at this path. A complex number was stored as a list of its parts, and random keys as
+        integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -186,7 +187,7 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
     the search, and returns the names of the arrays with a nan or an inf.
 
-    The arrays may be donated in between. All processes get the same names.
+    The arrays may be donated before that function is called. All processes get the same names.
     """
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -2,7 +2,8 @@
 
 A collective waits forever for a rank that sleeps or is stuck on a dead disk. Heartbeats do not
 detect this, because the process is still alive. So each rank notes its *phase*, the name of the
-part of the step that it is in. The message has the phase, and so says what the rank was doing.
+part of the step that it is in. The message that the watchdog prints names the phase, and so says
+what the rank was doing.
 """
 
 import contextlib
@@ -42,8 +43,8 @@ class Watchdog:
     Args:
         job: the job that `processes.initialize` returned.
         seconds: the longest time that a step may take.
-        first: the longest time until the second step begins, in which the step is compiled; ten
-            times `seconds` by default.
+        first: the longest time until the second step begins; it includes compiling the first step.
+            By default it is ten times `seconds`.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -70,7 +71,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_):
-        """Ends the thread, and cancels the last resort of `_arm`."""
+        """Ends the thread, and cancels the timer that `_arm` set."""
         self._left.set()  # ends the thread
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -96,12 +97,12 @@ class Watchdog:
 
     @property
     def _where(self) -> str:
-        """The current step, in words for a message."""
+        """The current step, in words for a message, such as "in step 3"."""
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
-        """Sets the last resort, a thread of C, which ends the process if no thread of Python runs
-        because something holds Python's lock.
+        """Sets a timer, `LAST_RESORT` seconds after the step's limit, that runs in C code. It ends
+        the process even if Python's lock is held, so that no thread of Python can run.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
@@ -133,8 +134,8 @@ class Watchdog:
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
         # A rank above 0 tells the others: a rank 0 that has left the work would otherwise wait at
-        # its exit until JAX misses this rank. A rank 0 that waits tells nobody, because JAX's
-        # service ends with it, and then so do the others.
+        # its exit until JAX misses this rank. A rank 0 at fault tells them too, so that they name
+        # it. A rank 0 that waits tells nobody: JAX's service ends with it, and so do the others.
         if self.job.peers and (self.job.rank or not waits):
             did = "waited too long for the other ranks" if waits else "held up the job"
             self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")
@@ -146,5 +147,5 @@ class Watchdog:
         """
         if self.job.peers:
             return self.job.peers.culprit()
-        time.sleep(GRACE)
+        time.sleep(GRACE)  # as long as a search takes: the step may still end in that time
         return ""

@@ -34,10 +34,10 @@ class Writer:
     Args:
         folder: the folder of the checkpoints.
         name: a name that no other writer of the job has, and that is the same on all processes.
-        make_room: called on the first process with a step before its checkpoint is written;
-            moves a bad checkpoint of this step aside.
-        sealed: called on the first process, in the writer's thread, with a step whose checkpoint is
-            finished.
+        make_room: called on the first process, with the number of a step, before the checkpoint of
+            this step is written; it moves a bad checkpoint of the same step aside.
+        sealed: called on the first process, in the writer's thread, with the number of a step whose
+            checkpoint is finished.
         tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
@@ -74,11 +74,13 @@ class Writer:
 
         `lost` waits for the search for nan and inf, and returns the names of the arrays that have
         any. `write` calls `lost` after Orbax has begun to write, so that the search and the writing
-        run at the same time. If `lost` returns names, `write` removes the files again.
+        run at the same time. If `lost` returns names, `write` removes the files that Orbax has
+        begun to write.
 
         Raises:
             ValueError: an array is not finite.
-            retention.Later: `make_room` raises it.
+            retention.Later: the folder holds a finished checkpoint of this step or a later one, as
+                `make_room` finds.
             OSError: the storage failed, and will not recover by itself.
         """
         # A second try needs copies, since the arrays may be donated by then.
@@ -126,12 +128,12 @@ class Writer:
         self.check()
 
     def _begin(self, record: Record, arrays: dict[str, Any]) -> None:
-        """Makes the folder, and passes the arrays to Orbax, whose `save` copies them and then
-        writes in the background.
+        """Makes the folder, and passes the arrays to Orbax's checkpointer, `self.arrays`, whose
+        `save` copies them and then writes in the background.
         """
 
         def make():
-            """Makes room and the folder, on the first process."""
+            """Moves a bad folder of this step away, and makes the new one, on the first process."""
             self._make_room(record.step)
             records.begin(self._path(record.step), record)
 
@@ -172,8 +174,9 @@ class Writer:
     ) -> None:
         """Finishes a save, in the writer's thread: waits for Orbax, and seals the checkpoint.
 
-        If the storage fails, the method tries again after a pause, up to `tries` times in all;
-        arrays that are written are not written again. The last error is kept for `check`.
+        If the storage fails, the method tries again after a pause, up to `tries` times in all. It
+        does not write the arrays again if an earlier try has written them. The last error is kept
+        for `check`.
 
         Args:
             name: the name of this save, with which the keys of its barriers begin.
@@ -213,8 +216,9 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
-        """Writes the manifest of a checkpoint and the newest step, and calls `sealed`. The stage
-        runs it on the first process only.
+        """Writes the manifest of a checkpoint, stores its step as the newest one, and calls
+        `sealed`, a function of the caller that removes old checkpoints. This is the work of a stage
+        (`Stages.first`), on the first process only.
         """
         records.seal(self._path(record.step), record)
         manifest.write(self._folder / NEWEST, {"step": record.step})
@@ -235,8 +239,8 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Ends a stage of the save, in place of a barrier of Orbax: if a process has failed,
-            all processes learn it. `key` and `timeout_ms` are not used: the stage has its own.
+            """Replaces a barrier of Orbax: ends a stage of the save, so that all processes learn if
+            one has failed. `key` and `timeout_ms` are not used: the stage has its own.
             """
             self._stages.end()
 

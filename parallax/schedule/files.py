@@ -2,13 +2,13 @@
 the model: `5F3` is F of microbatch 3 at place 5.
 
 F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If these are separate
-jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep a stage may have
-several jobs in a tick: `1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row
-per rank (a stage) and one cell per job, without a header.
+jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep (see the module
+`table`) a stage may have several jobs in a tick: `1F4 1B2`. Files of `torch.distributed.pipelining`
+can be read too: one row per rank (a stage) and one cell per job, without a header.
 
 A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
 chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
-and "weight" for W, and B is a job of each of the last two.
+and "weight" for W. B stands for two jobs, one in the lane "backward" and one in the lane "weight".
 """
 
 import csv
@@ -27,7 +27,7 @@ from parallax.schedule.table import CannotRun, Schedule
 
 LANES_OF = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}
 JOB = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
-# Torch's files also list messages, which are skipped: a `Schedule` derives its own.
+# Torch's files also list sends and receives, which are skipped: a `Schedule` derives its own.
 MOVES = re.compile(r"[0-9]*(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3;3B1)OVERLAP_F_B`
 
@@ -125,7 +125,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Returns whether the first word of a file is a job or a message, not a column's name."""
+    """Returns whether the first word of a file is a job, or a send or receive of torch, and not a
+    column's name."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
@@ -134,8 +135,8 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
     Each job gets the first tick in which it can run.
 
-    A whole backward job, B, is read as I and then W. If two jobs overlap, the job that is listed
-    first runs first.
+    A whole backward job, B, is read as I and then W. If a cell has two jobs that torch overlaps,
+    the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):
@@ -146,7 +147,7 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """Returns a rank's jobs; if its forwards are numbered from 1, they are numbered from 0 instead.
+    """Returns a rank's jobs. If the file numbers its forwards from 1, they are renumbered from 0.
 
     `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and their backwards
     from 0.
@@ -168,8 +169,8 @@ def _from_0(order: list[Job]) -> list[Job]:
 
 
 def _jobs(words: Sequence[str], where: str) -> list[Job]:
-    """Returns the jobs of words such as `5F3`, and skips torch's messages. The word `5B3` gives two
-    jobs: "backward" and "weight".
+    """Returns the jobs of words such as `5F3`, and skips torch's words for sends and receives. The
+    word `5B3` gives two jobs: "backward" and "weight".
 
     `where` names the cell in errors.
     """
@@ -180,8 +181,8 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
             raise ValueError(
-                f"{where}: {_short([word])} is no job. Write one as 5F3: place, F, I, W or B, "
-                "microbatch."
+                f"{where}: {_short([word])} is no job. Write a job as 5F3: the place, one of F, I, "
+                "W and B, and the microbatch."
             )
     return jobs
 
@@ -202,13 +203,14 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
             raise ValueError(
                 f"Each place of the model, from 0 on, needs one stage; stage {stage} has place "
                 f"{place}, and the next place without a stage is {expected}. Number the places "
-                "without a gap, each on one stage."
+                "without a gap, and put each on exactly one stage."
             )
     # `places` is [stages, chunks].
     return np.array(places).T
 
 
 def _short(cells: list[str]) -> str:
-    """Returns the text of cells for an error, escaped for a terminal, and cut if it is long."""
+    """Returns cells of the CSV file as one text, for an error: escaped for a terminal, and cut if
+    it is long."""
     text = repr(",".join(cells))
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"

@@ -43,8 +43,8 @@ def needs(job: Job, last: int) -> Iterator[Job]:
 def start_times(
     orders: Sequence[Sequence[Job]],
     homes: Mapping[int, int],
-    costs: Mapping[str, Cost],
-    hop: Cost = 0,
+    costs: Mapping[str, float | int],
+    hop: float | int = 0,
 ) -> dict[Job, float]:
     """Returns the time at which each job starts if each stage runs its jobs in the given order,
     each as early as possible.
@@ -52,11 +52,12 @@ def start_times(
     Args:
         orders: the jobs of each stage.
         homes: the stage of each place of the model.
-        costs: the time of a job, by lane.
+        costs: the time of one job, that is of one chunk of one microbatch, by lane.
         hop: the time of a message to another stage, in the unit of `costs`.
 
     Raises:
-        ValueError: a job waits for a job that never runs or that comes after it, or occurs twice.
+        ValueError: a stage has a job twice; or a job waits for a job that never runs, or for one
+            that the order of a stage puts too late.
     """
     last = max(homes)
     starts: dict[Job, float] = {}
@@ -87,8 +88,8 @@ def start_times(
         for job in order[begun[stage] :]:
             missing = next(cause for cause in needs(job, last) if cause not in stops)
             raise ValueError(
-                f"stage {stage} waits for ever before {job}: it needs {missing}, on stage "
-                f"{homes[missing.place]}, which has run in no earlier tick. Change the order of "
-                "one of the two stages."
+                f"stage {stage} waits for ever before {job}: this job needs {missing}, which stage "
+                f"{homes[missing.place]} does not run in an earlier tick. Change the order of one "
+                "of the two stages."
             )
     return starts

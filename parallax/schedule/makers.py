@@ -10,7 +10,7 @@ stage, and the bubble is the idle time of a stage.
     >>> table.makespan(**costs), table.bubble(**costs), table.in_flight.tolist()
     (57.0, 9.0, [7.0, 5.0, 3.0, 1.0])
 
-A schedule of your own is a `Schedule` of your own tables, or a CSV file (`from_csv`).
+To make a schedule of your own, pass your tables to `Schedule`, or read a CSV file with `from_csv`.
 """
 
 import numpy as np
@@ -47,9 +47,9 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more chunks, microbatches go around the ring in groups of P. The bubble is then v times smaller
-    than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is a
-    multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
+    more chunks, microbatches pass all stages v times, in groups of P. The bubble is then v times
+    smaller than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is
+    a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
     adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
@@ -63,9 +63,9 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, since no stage is idle while
     W runs.
 
-    Weight gradients need no exchange, so stage s runs W s ticks after I. Then W runs on all stages
-    in the same M v ticks. The delay costs memory: stage s holds residuals of up to
-    P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
+    Weight gradients need no exchange, so stage s delays each W by s ticks after its I. With this
+    delay all stages run W in the same M v ticks. The delay costs memory: stage s holds residuals of
+    up to P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
@@ -77,8 +77,9 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v (by default 1) of `sizes`, which are given in this order; raises
-    `ValueError` if one is no whole number of at least 1, or if the table would be too large."""
+    """Returns P, M and v from `sizes`, which has them in this order; v is 1 if it is missing.
+    Raises `ValueError` if a size is no whole number of at least 1, or if the table would be too
+    large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
@@ -87,7 +88,7 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"A schedule of {listed} has a table of more than {MOST:,} cells. Use fewer "
-            "microbatches, and add up the rest outside: "
+            "microbatches in the pipeline, and accumulate the gradients of several pipeline runs: "
             "grads.accumulated(pipeline.value_and_grad(...), microbatches=...)."
         )
     return P, M, v

@@ -50,9 +50,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Returns a schedule in which each stage runs I as soon as it can. If no I is ready, it runs F
-    while it holds fewer than `in_flight` microbatches, by default P, and else W. A stage holds a
-    microbatch from its F until its W.
+    """Returns a schedule in which each stage runs I as soon as it can. If no I is ready, the stage
+    runs F if it holds fewer than `in_flight` microbatches (by default P); otherwise it runs W. A
+    stage holds a microbatch from its F until its W.
 
     With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
 
@@ -78,7 +78,8 @@ def greedy(
     microbatch the latest place. `places` is the placement.
 
     Raises:
-        ValueError: no stage has a job that it may run, since only F are ready, on full stages.
+        ValueError: no stage may run a job: the only ready jobs are forwards, and their stages
+            already hold `max_chunks` chunks.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -126,8 +127,8 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a job is not on the stage of its place, or waits for a job that never runs or
-            that comes after it.
+        ValueError: a job is not on the stage of its place; or it waits for a job that never runs,
+            or for one that the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
@@ -149,8 +150,8 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs given as (tick, job), one table per lane: microbatch * v + chunk,
-    or -1 for no job.
+    """Returns the tables of jobs given as pairs (tick, job): one table per lane. An entry is
+    microbatch * v + chunk, or -1 for no job.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 

@@ -29,9 +29,9 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
     places = np.arange(placed.size)
     if placed.ndim != 2 or not placed.size or (np.sort(placed, axis=None) != places).any():
         raise ValueError(
-            f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 "
-            "once, such as a schedule's `placed`, or schedule.looped_placement(stages, chunks); "
-            f"got {placed.tolist()}."
+            f"{name}: a placement is [chunks, stages] and has each place from 0 to chunks x stages "
+            f"- 1 once; got {placed.tolist()}. Use the `placed` of a schedule, or "
+            "schedule.looped_placement(stages, chunks)."
         )
     # Read-only, since schedules store it and return it to callers.
     placed = placed.astype(np.int32)

@@ -12,8 +12,8 @@ There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
   forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
-  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs do not wait
-  in slots. The placement is looped: chunk c of stage s is at place c P + s.
+  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs need no
+  buffers (slots) in which to wait. The placement is looped: chunk c of stage s is at place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
@@ -45,8 +45,8 @@ from parallax.schedule.places import (
 
 
 class Phase(NamedTuple):
-    """Successive ticks in which the same lanes run, each on at least one stage; in the tick before
-    and in the tick after, other lanes run.
+    """Successive ticks in which the same set of lanes runs, as many as possible. A lane runs in a
+    tick if at least one stage has a job of it.
 
     Attributes:
         start: its first tick.
@@ -190,9 +190,8 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether the table runs per stage; if not, it runs in lockstep.
-
-        It runs per stage if W is separate and no stage has two jobs in one tick.
+        """Whether the schedule runs *per stage*: W is separate, and no stage has two jobs in one
+        tick. Otherwise it runs in lockstep.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)  # of each cell
         # Per stage I and W are always separate jobs. So a table without W runs in lockstep, even if
@@ -201,7 +200,8 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        """M, from the largest job number in the tables; a check requires all smaller ones too."""
+        """M, from the largest job number in the tables. `Schedule` refuses tables that lack a
+        smaller job number."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
@@ -215,8 +215,8 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Right only per stage,
-        where a stage has at most one job in a tick."""
+        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Valid only if the
+        schedule runs per stage (`per_stage`), since a stage then has at most one job in a tick."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -231,7 +231,7 @@ class Schedule:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
         takes `hop`.
 
-        In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
+        In lockstep, a tick includes the time of each lane of which any stage runs a job. Per stage,
         a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
         stage (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
         gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
@@ -269,8 +269,9 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job if one program runs on all devices, which exchange
-        messages after each tick. The spans are sorted by their start, and then by stage.
+        """Returns the begin and end of every job under one assumption: all devices run one program,
+        and exchange messages after each tick. The spans are sorted by their start, and then by
+        stage.
 
         With `hop=0` the last job ends at `makespan`. The method is also for schedules that run per
         stage: there all jobs of a tick start together.
@@ -351,16 +352,18 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, with the lowest free slot instead of -1 if the forward lane has no job: in
-        lockstep an idle stage writes there."""
+        """Like `slots`, but where the forward lane has no job it has the lowest free slot, not -1:
+        in lockstep an idle stage also writes, and must not overwrite a slot that is in use."""
         return coloured(self.lanes)
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slots of the arrays that I leaves for W; empty without a weight lane.
+        """By lane, the slots of the arrays that a job of I (input gradient) stores for the W
+        (weight gradient) of its microbatch and chunk; empty without a weight lane.
 
         I ("backward") writes them, and W ("weight") reads them. In a tick without I, "backward" has
-        the lowest free slot; in a tick without W, "weight" has -1.
+        the lowest free slot, since in lockstep an idle stage writes too; in a tick without W,
+        "weight" has -1.
         """
         if self.weight is None:
             return {}
@@ -458,8 +461,8 @@ class Schedule:
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Returns the longest stretches of ticks in which the same lanes run. `runs` has for each lane
-    an array [ticks] that says whether any stage runs the lane."""
+    """Divides the ticks into stretches, each as long as possible, in which the same lanes run.
+    `runs` has for each lane an array [ticks] that says whether any stage runs the lane."""
     table = np.stack(list(runs.values()), axis=1)  # [ticks, lanes]
     # A phase starts in tick 0 and in each tick that differs from the tick before.
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
@@ -528,8 +531,8 @@ def _check(schedule: Schedule) -> None:
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
-            f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of "
-            "its own in a tick: a table of W, and no stage with two jobs in one tick. Split the "
+            f"The placement {schedule.placed.tolist()} is not looped, so the schedule must run per "
+            "stage: it needs a table of W, and no stage may have two jobs in one tick. Split the "
             "backward jobs into I and W, each in a tick of its own."
         )
     places = np.arange(last + 1)
@@ -562,8 +565,8 @@ def _check(schedule: Schedule) -> None:
 
 
 def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the end of an error for a job of `lane` that runs too early, or in lockstep too late.
-    The job that it needs is of the lane `cause` and runs in the tick `tick`."""
+    """Returns the last part of the error message for a job of `lane` that runs too early, or in
+    lockstep too late. The job that it needs is of the lane `cause` and runs in the tick `tick`."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "

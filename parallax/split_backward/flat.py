@@ -1,13 +1,14 @@
 """A traced program without calls: the equations inside `jit` and `checkpoint` are inlined.
 
-Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
+Loops and conditionals are not inlined: their equations still contain programs. The body of each
+`lax.scan` is flat too.
 
 A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
 loop; an atom is a variable or a literal. `values` maps each variable to its value. From
 `jaxprs`: `opened(program)` is the jaxpr of a program, closed or not; `closed(params)` are the
-programs among an equation's parameters; `called(eqn)` is the only program among them, or None if
-the program's numbers of arguments and results are not the equation's.
+programs among an equation's parameters; `called(eqn)` is the program of an equation that has
+exactly one, or None if this program takes or returns another number of values than the equation.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -57,9 +58,9 @@ class Loop(NamedTuple):
 
     Attributes:
         consts: the number of operands that are the same in each trip; they come first.
-        carries: the number of carries. The operands after the consts are their initial values, and
-            the first results their last values. All other operands are sliced, one slice per trip,
-            and all other results are stacked by trip.
+        carries: the number of carries. The operands after the consts are the initial values of the
+            carries, and the first results are their last values. All other operands are sliced, one
+            slice per trip, and all other results are stacked by trip.
         body: the program of one trip: its arguments are the consts, the carries and the slices.
     """
 
@@ -87,8 +88,8 @@ def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
 
 
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program, with the programs of its calls in their place, and returns its results; it
-    runs under the trace of `flat`."""
+    """Runs a program and returns its results; each call is replaced by the equations of its
+    program. `flat` traces this function."""
     jaxpr = opened(program)
     # A `Jaxpr` that is not closed has no constants.
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
@@ -109,8 +110,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of these variables and literals, all as JAX arrays: `values` may have
-    NumPy arrays, as constants of a traced function."""
+    """Returns the values of these variables and literals, all as JAX arrays. `values` may also have
+    NumPy arrays: the constants of a traced function can be such arrays."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""

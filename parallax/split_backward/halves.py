@@ -7,15 +7,16 @@ does not have `ct`, so I hands c over to W.
 
 A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
 computed in W if its operands from I have fewer bytes than the value itself. All other values are
-computed in I, such as the sums over tokens that are the gradient of a bias. W repeats a cheap
-operation that needs nothing computed in I; no matmul is computed twice. A scan becomes two scans:
-in each trip the first scan stacks the values that the second one reads.
+computed in I, such as the sums over tokens that are the gradient of a bias. If both halves need the
+result of a cheap operation (`CHEAP`) that uses no value from I, both compute it; no matmul is
+computed twice. A scan becomes two scans: in each trip the first scan stacks the values that the
+second one reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
 `made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
 only in W. A `Step` is an equation of a half, and a `Cut` has the steps of both halves, `first` and
 `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a trip, which is one
-iteration. A place is the index of an equation in a jaxpr; only `Step.places` are indices of
+iteration. A place is the index of an equation in a jaxpr, but `Step.places` are indices of
 operands. `values` maps each variable to its value. The operands of a scan are its constants, the
 initial values of its carries (indices: `inits()`), and its slices. A barrier is an
 `optimization_barrier`, whose result i is operand i.
@@ -79,8 +80,8 @@ def split(
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
-        the arrays that it hands to W. W takes what `backward` takes after its cotangents, and then
-        those arrays, and returns the gradients of the weights.
+        the arrays that it hands to W. W takes the arguments of `backward` without the cotangents,
+        followed by the arrays that I handed over, and returns the gradients of the weights.
     """
     program = flat(backward)
     arguments = program.jaxpr.invars
@@ -96,8 +97,8 @@ def split(
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
-        """Runs W, on the arguments that both halves may read, and then the arrays of I: returns
-        the gradients of the weights."""
+        """Runs W, and returns the gradients of the weights. Its arguments are those that both
+        halves may read, followed by the arrays that I handed over."""
         # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
@@ -123,7 +124,7 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in this half, 0 or 1."""
+        """Returns the variables that the step reads in this half: 0 is the first, 1 the second."""
         # The indices of the operands that it reads: all of them, except that a scan and a barrier
         # read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
@@ -193,7 +194,8 @@ class Cut(NamedTuple):
         that this half reads and the arrays that the first half handed over."""
         # `strict=False`, since `handed` is longer: the arrays of the scans come last.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
-        # The arrays of each scan, by the variable of its first result: both halves have the same.
+        # The arrays of each scan, by the variable of its first result: both halves keep the
+        # equation of the whole scan, so this variable is the same in both.
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
@@ -269,11 +271,13 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs that half of a trip: it returns the results of the trip,
-        and arrays to hand on. `handed` has the arrays of the other half for all trips, [trips, ...]
-        each. Returns the arrays to hand on, stacked: [trips, ...] each.
+        `one_trip(arguments, handed)` runs this half of one trip of the scan: it returns the results
+        of the trip, and arrays to hand on. `handed` has the arrays of the other half for all trips,
+        [trips, ...] each. `_run` returns the arrays to hand on, stacked: [trips, ...] each.
         """
-        # Sorted, so that carries come before stacked results, as in `lax.scan`.
+        # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
+        # the first `loop.consts` operands, and are the first results. `results` are the indices of
+        # this half's results, sorted, so that carries come before stacked results.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
@@ -377,7 +381,7 @@ def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
-    """Returns the results of a barrier whose operands are among `variables`."""
+    """Returns those results of a barrier whose operand is in `variables`."""
     # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
@@ -416,8 +420,9 @@ def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
     """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
-    `first`, and the second half the rest of `results`. Both are sets of indices. `late` are the
-    variables that only the second half has.
+    `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
+    `late` are the variables that only the second half has. The second half gets operands that only
+    the first half has (made ones) as handed arrays, so they need no mark.
 
     A stacked result moves to the first half if the first half computes it anyway.
     """
@@ -438,7 +443,8 @@ def _cut_loop(
         trip = _cut(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
-        # A carry never moves: it stays in the half that needs it. A literal needs no move.
+        # A carry never moves: if the first half needs it, it is in `first` from the beginning. A
+        # literal needs no move.
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
         # If a result moves to the first half, that half may compute more variables, so the trip is
         # cut again.
@@ -451,15 +457,15 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns the steps that a half, 0 or 1, runs to compute the variables `needed`, and the set of
-    `needed` and all variables that these steps read. `plan` has all steps in order, each with two
-    booleans: whether each half may run it. The half computes no variable in `elsewhere`, since only
-    the other half has these."""
+    """Returns the steps that a half, 0 or 1, runs to compute the variables `needed`, with the steps
+    that have side effects, and the set of `needed` and all variables that these steps read. `plan`
+    has all steps in order, each with two booleans: whether each half may run it. The half computes
+    no variable in `elsewhere`, since only the other half has these."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
         wanted = needed & set(step.eqn.outvars) - elsewhere
-        if not runs_in[half] or not (wanted or _acts(step.eqn)):
+        if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue
         # The `places` are for a barrier, whose result i is operand i: it takes only the operands of
         # the wanted results. Any other equation ignores them and runs as a whole.
@@ -469,7 +475,7 @@ def _chosen(
     return chosen[::-1], needed
 
 
-def _acts(eqn: JaxprEqn) -> bool:
+def _has_effects(eqn: JaxprEqn) -> bool:
     """Returns whether an equation has side effects, so that it runs even if no result is needed."""
     return bool(eqn.effects)
 
@@ -477,4 +483,4 @@ def _acts(eqn: JaxprEqn) -> bool:
 def _is_cheap(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be computed twice at little cost: it has no side effect, and
     all operations in it are among `CHEAP`."""
-    return not _acts(eqn) and all(name in CHEAP for name in primitives(eqn))
+    return not _has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))

@@ -1,10 +1,11 @@
 """`config.json` as a table: every field that it may have, and the values of each field that this
 code supports.
 
-There are three kinds of fields. *Numbers* state the sizes and rates of the model. Fields of `only`
-must have a value that the code supports. *Free* fields change no logits. `derived` gives further
-fields like those of `only`, whose supported values depend on the numbers. Any other field is
-refused by name, so no field that changes what transformers computes is ignored.
+There are three kinds of fields. *Numbers* state the sizes and rates of the model. *Free* fields
+change no logits. Any other field must have a value that the code supports: the table `only` lists
+these values, and the function `derived` makes such a table where they depend on the numbers. A
+field in no table is refused by name, so no field that changes what transformers computes is
+ignored. A *new* model is one that was made here, not loaded from files.
 """
 
 import hashlib
@@ -76,7 +77,8 @@ class Part:
         read: a function from all fields to the value; it raises `ValueError` for a wrong field.
         written: a function from the value to the fields that are written.
         aliases: other names of these fields, which are not written.
-        kind: the type of the value; only numbers of kind `int` are named in errors as sizes.
+        kind: the type of the value. Errors describe a model by its values of kind `int`, as in
+            "GPT-2 of n_layer=3".
     """
 
     names: tuple[str, ...]
@@ -135,13 +137,14 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: for each argument of the family's configuration that files state, its fields.
-        only: the supported values of each field that changes what transformers computes. A file
-            that leaves the field out means the first value, and a new model is written with it.
+        numbers: a table from each argument of the family's configuration that a file states to the
+            fields that state it.
+        only: the supported values of each field that changes what transformers computes. If a file
+            leaves the field out, the first value holds; the file of a new model states it.
         derived: a function from the numbers to a table like `only`, of fields whose supported
             values depend on the numbers; these fields are not written.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the numbers to the other fields that a new model is written with.
+        new: a function from the numbers to the other fields of a new model's file.
     """
 
     model_type: str
@@ -153,7 +156,8 @@ class Fields:
     new: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-        """Returns the numbers that `file` states, and its differences from the file of a new model.
+        """Returns the numbers that `file` states, and its differences from the file that `save`
+        would write for a new model with the same numbers.
 
         A difference is the name of a free field, or of a field of `only`, with its value as JSON.
         The value is "" for a free field that a new model's file has and `file` leaves out. `save`
@@ -184,7 +188,8 @@ class Fields:
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
         """Returns `error`, which a configuration raised, as an error that names `file`. For each
-        number in its text, such as `width`, the new error adds the fields of `file` that state it.
+        number's name in the text of `error`, such as `width`, the new error adds the fields of
+        `file` that state this number.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -196,8 +201,9 @@ class Fields:
     def write(
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
-        """Returns the fields of a `config.json` with these numbers, with the differences from a new
-        model that `read` found, and with the weights' `dtype`.
+        """Returns the fields of a `config.json` that states these numbers and the weights' `dtype`.
+        Other fields are those of a new model's file, changed by `differing`, the differences that
+        `read` returned.
         """
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out

@@ -45,10 +45,10 @@ class Format:
         leaves: a function from a configuration to the table of tensors: the `Leaf` for each path of
             a leaf in the model.
         prefix: the beginning of the tensors' names; a file may leave it out.
-        no_weights: a pattern of the names of tensors to ignore, which are in old files and are not
-            weights.
-        module: the module with `load` and `save`, which errors name, if its name is not the
-            family's `model_type`.
+        no_weights: a regular expression for the names, without `prefix`, of tensors that are not
+            weights and are ignored, such as the causal masks in old files.
+        module: the name of the module that has `load` and `save`, for errors. Give it only if it
+            differs from the family's `model_type`.
     """
 
     model: type[Any]
@@ -121,7 +121,7 @@ def load(
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
-    """Writes `model` into the folder `path`, and returns a sentence about its tokenizer.
+    """Writes `model` into the folder `path`, and returns a message that says what the folder holds.
     `gpt2.save` is this function for one family, and lists the errors.
     """
     folder, name = Path(path), f"{format_.name}.save"
@@ -168,8 +168,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
-    """Returns a sentence about `folder`, which was written, and its tokenizer, whose files are
-    `tokenizer` if the model came with one.
+    """Returns a message that says what `folder` holds after a save. `tokenizer` has the files of
+    the tokenizer that came with the model; it is empty if there was none.
     """
     if tokenizer:
         names = ", ".join(file.name for file in tokenizer)
@@ -211,13 +211,14 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     }
     given = {mesh.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     if differ := sorted(needed.keys() ^ given.keys()):
-        has = "has no array" if differ[0] in needed else "has an array that this model has not"
+        has = "has no array" if differ[0] in needed else "has an unexpected array"
         raise ValueError(
             f"{name}: the model {has} at {differ[0]} (leaves that differ: {len(differ)}). Save the "
             "whole model that belongs to its config."
         )
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
+        # A tensor outside of the base model, such as the head's, has no prefix such as "model.".
         prefix = "" if leaf.outside else format_.prefix
         for tensor, part in leaf.write(_array(name, path, given[path], needed[path].shape)):
             arrays[f"{prefix}{tensor}"] = part

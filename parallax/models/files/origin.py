@@ -40,15 +40,15 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the origin of a model in `folder`, with `fields` from its `config.json`. Raises
-        `ValueError` for damaged JSON.
+        """Returns the origin of a model in `folder`. `fields` are those of its `config.json`, as in
+        the attribute `fields`. Raises `ValueError` for damaged JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
         return cls(
-            fields,
-            json.dumps(read_json(generation)) if generation.is_file() else None,
-            str(folder.absolute()) if has_tokenizer else None,
+            fields=fields,
+            generation=json.dumps(read_json(generation)) if generation.is_file() else None,
+            tokenizer=str(folder.absolute()) if has_tokenizer else None,
         )
 
     def tokenizer_files(self) -> list[Path]:

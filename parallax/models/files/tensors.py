@@ -40,8 +40,8 @@ class Leaf:
             `h.{layer}.ln_1.weight`.
         shape: the shape of each tensor in the file. The leaf has the same numbers in the same
             order, and may have zeros after them as padding.
-        over: each word in braces with the number of its values, 0, 1, ...: `(("layer", 12),)`. Word
-            i counts along dim i of the leaf.
+        over: each word in braces, with the number of values that it takes: `(("layer", 12),)` for
+            the layers 0 to 11. Word i counts along dim i of the leaf.
         transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
@@ -68,7 +68,7 @@ class Leaf:
             yield self.name.format(**dict(zip(words, places, strict=True)))
 
     def read(self, like: Any, stored: Mapping[str, "Stored"]) -> jax.Array:
-        """Returns the leaf, in the type and shape of `like`, from the tensors `stored` by name.
+        """Returns the leaf, in the type and shape of `like`, from its tensors in the dict `stored`.
 
         Raises `ValueError` if a number is too large for the type.
         """
@@ -167,8 +167,9 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Returns, by the name of each tensor, the name of the file beside `index` that holds it.
-    Raises `ValueError` if the index is damaged, or names a file in another folder.
+    """Returns a dict from the name of each tensor to the name of the file that holds the tensor.
+    The files are beside `index`. Raises `ValueError` if the index is damaged, or names a file in
+    another folder.
     """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
@@ -190,8 +191,8 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened(
     stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
 ) -> dict[str, Stored]:
-    """Returns the tensors of all files, by their names without `prefix`; tensors whose names match
-    `no_weights` are left out.
+    """Returns the tensors of all files, by their names without `prefix`. Tensors whose names match
+    the regular expression `no_weights` are left out, such as the causal masks that old files store.
 
     The files stay open until `stack` closes. `index` is the file that lists them, or None.
 
@@ -266,7 +267,7 @@ def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
     """Refuses files that do not hold exactly the tensors of `leaves`. It reads only headers, and
-    the numbers of copies such as a tied head, which must equal their originals.
+    the values of tensors that are copies, such as a tied head: a copy must equal its original.
 
     Args:
         stored: the tensors in the files.
@@ -279,7 +280,7 @@ def check(
     if count > 4 * len(stored) + 10_000:  # a wrong size: listing every name would take too long
         raise ValueError(
             f"{_files_of(stored)}: there are {len(stored)} tensors; needed {count} for {asked}. "
-            "Correct the sizes there."
+            f"Correct the sizes in {config.name}."
         )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
@@ -311,9 +312,9 @@ def _check_names(
 ) -> None:
     """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
 
-    `needed` and `copies` have the leaf of each name. `asked` ("a GPT-2 of ...") and `asks`
-    ("config.json asks for: GPT-2 of ...") describe the model in errors. `some` returns, for
-    example, "wte.weight (and 2 more) is".
+    `needed` and `copies` are dicts from the names of tensors, and from the names of their copies,
+    to the leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for: GPT-2 of ...")
+    describe the model in errors. `some` returns, for example, "wte.weight (and 2 more) is".
     """
     files = _files_of(stored)
     if adapters := [
@@ -324,15 +325,15 @@ def _check_names(
         raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct it, or copy or "
-            "download the weights again."
+            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct config.json, or "
+            "copy or download the weights again."
         )
     if extra := [
         tensor.name for name, tensor in stored.items() if name not in needed and name not in copies
     ]:
         raise ValueError(
-            f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was "
-            "added."
+            f"{files}: the tensor {some(extra)} no part of {asked}. Correct config.json, or remove "
+            "the tensors that were added."
         )
 
 
@@ -343,11 +344,13 @@ def _files_of(stored: Mapping[str, Stored]) -> str:
 
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
-    """Refuses a tensor of another shape than `shape`, or whose type is not floating-point."""
+    """Refuses a tensor of another shape than `shape`, or whose type is not floating-point. `asked`
+    describes the model in errors: "a GPT-2 of n_layer=3, as config.json says it is".
+    """
     if tensor.shape != shape:
         raise ValueError(
             f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
-            "Correct the sizes there, or use the weights that belong to it."
+            "Correct the sizes in config.json, or use the weights that belong to it."
         )
     if tensor.kind not in FLOATS:
         raise ValueError(

@@ -120,11 +120,12 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns `Fields.new` for the class `architecture` of transformers: a function from the
-    numbers to the fields of a new `config.json` that state no number. They are the same for all
-    numbers.
+    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers: a
+    function that takes the model's numbers, ignores them, and returns the fields of a new
+    `config.json` that do not depend on them.
 
-    The special tokens are null, because transformers uses its own if the fields are left out.
+    The special tokens are null, because transformers would use its default tokens if these fields
+    were left out.
     """
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     common = {"architectures": [architecture], "use_cache": True, "initializer_range": 0.02}
@@ -133,7 +134,7 @@ def _new(architecture: str) -> Any:
 
 def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
     """Returns the supported values of two fields of a Qwen. `layer_types`: all layers use full
-    attention, without sliding windows. `use_mrope`: positions have one dim.
+    attention, without sliding windows. `use_mrope`: false, so a position is one number.
     """
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 
@@ -193,7 +194,8 @@ def leaves(config: Config) -> dict[str, Leaf]:
 
     def of_layer(name: str, *shape: int, counts: tuple = layers) -> Leaf:
         """Returns the leaf of a weight that each layer has; a matrix is transposed in the file.
-        `counts` is `Leaf.over`: the words in braces in the name, with the numbers of their values.
+        `counts` is `Leaf.over`: each word in braces in the name, such as {expert}, with the number
+        of values that it takes.
         """
         return Leaf(f"layers.{{layer}}.{name}", shape, counts, transposed=len(shape) == 2)
 

@@ -1,13 +1,14 @@
 """The functions in which a Llama differs from other decoders: its block, rotary positions, experts.
 
 Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
-layers. A part that a model does not have is `()`.
+layers. An attribute for a part that the model lacks, such as a bias, is `()`.
 
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
-`comms.all_tokens` gathers the tokens of the residual stream that the devices split; `comms.row`
-multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to` returns a
-weight that all devices have, and sums its gradients over the devices. `decoder_taps.split` returns
-its argument, and reports it to a recording by `bisect`.
+`comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
+`comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
+returns its argument, a weight that all devices have, and in the backward pass sums its gradients
+over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect` records, it
+also reports it.
 """
 
 import functools
@@ -50,10 +51,11 @@ def block(
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
     """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` of the stream, its auxiliary losses and `experts.Statistics`.
+    experts returns an `Output` that holds the stream, the block's auxiliary losses and its
+    `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
-    them. `turns` are the cosines and sines of `rotary` for the positions of all tokens in
+    them. `turns` is the result of `rotary` for the positions of all tokens in
     `comms.all_tokens(x)`.
     """
 
@@ -86,7 +88,9 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` as a function `(weights, x, keys, layer)`, for tokens at these positions."""
+    """Returns `block` with its other arguments bound, for tokens at these positions: a function
+    `(weights, x, keys, layer)`.
+    """
     turns = rotary(config, positions)
     return functools.partial(block, config=config, turns=turns, comms=comms, attend=attend)
 
@@ -119,8 +123,8 @@ def mixed(
     statistics of the router.
 
     `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
-    axis of experts, all experts are on this device: `axis=()`. The router divides the weights of a
-    token's chosen experts by their sum: `normalised`.
+    axis of experts, all experts are on this device, and `experts.moe` is called with `axis=()`.
+    With `normalised=True`, the router divides the weights of a token's chosen experts by their sum.
     """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
@@ -142,7 +146,8 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
 ]:
     """Returns this device's heads of queries, and of the keys and values that they attend to.
-    Queries and keys are normalised, if the model has norms of heads, and turned by their positions.
+    Queries and keys are normalised, if the model has norms of heads, and then `rotated` by the
+    angles of their positions.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -176,9 +181,9 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     if not (splits_queries and has_all):
         raise ValueError(
             f"llama: with {config.heads} heads of queries and {config.groups} of keys and values "
-            f"on {devices} devices, each needs {config.heads // devices} of queries, and "
-            f"{config.groups} / {devices} or all of keys and values; this device has {heads} of "
-            f"queries and {groups} of keys and values. Split them as llama.rules(axis, "
+            f"on {devices} devices, each device needs {config.heads // devices} heads of queries, "
+            f"and all heads of keys and values or 1/{devices} of them; this device has {heads} "
+            f"heads of queries and {groups} of keys and values. Split them as llama.rules(axis, "
             f"size={devices}) says."
         )
     # `first` is the head of keys of this device's first head of queries. A device with fewer heads
@@ -235,6 +240,7 @@ def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Ar
     activations that all devices have.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
+    # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.
     return y if isinstance(layer.bias, tuple) else tensor.add_bias(y, layer.bias)
 
 

@@ -1,9 +1,9 @@
-"""Llama as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
+"""Llama as Equinox modules, whole or one device's shard: they read their sizes from their arrays.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
 (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. A part
-that a model does not have, such as a bias, is `()`.
+leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. An
+attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
 (arXiv 2407.21783); for biases and norms of heads the Qwen2 and Qwen3 technical reports (arXiv
@@ -52,7 +52,7 @@ class Norm(eqx.Module):
         """
 
         def scaled(x, weight):
-            """Returns the result for these arrays."""
+            """Returns the normalised `x`, times `weight`."""
             wide = x.astype(precision.accumulation_dtype(x.dtype))
             scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
             return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
@@ -202,8 +202,9 @@ def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
 def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
     """Returns the E experts of all L blocks, their routers and the shared expert, if there is one.
 
-    `experts.Gated` draws its own weights, so it is only traced for its structure, and gets arrays
-    [L, E, ...] of this family's deviation.
+    The constructor of `experts.Gated` would draw weights with another standard deviation. So it is
+    only traced, for its structure, and its arrays are replaced by [L, E, ...] ones with this
+    family's deviation.
     """
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
     # Keys other than those of the rest of the model, for at most seven arrays.
@@ -226,11 +227,12 @@ def rules(
     by its hidden dim, the vocabulary by rows.
 
     `size` is the number of devices of the axis. If `size` divides the number of heads of keys and
-    values, these heads are split. Otherwise that number must divide `size`; each device has all of
-    these heads, and `forward.block` picks those that the device's queries attend to.
+    values, these heads are split. Otherwise the number of these heads must divide `size`, and each
+    device has all of them; `forward.block` picks those that the device's queries attend to.
 
-    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
-    it splits dim 1, the layers, over the stages, and the vocabulary over both axes.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
+    It splits dim 1, the layers of one chunk of every stage, over the stages, and the vocabulary
+    over both axes.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
     batch, the experts are split over that axis.
@@ -260,8 +262,8 @@ def rules(
     def keys_and_values(path: str, leaf: Any) -> P | None:
         """Returns the spec of a leaf of the key or value projection, or None for other leaves.
 
-        Weights are [*layers, D, G, K] and biases [*layers, G, K], where `layers` are the entries of
-        a spec for the dims of layers.
+        Weights have the dims [layers, D, G, K], and biases [layers, G, K]; with stages, there are
+        two dims of layers. `layers` has the spec's entries for these leading dims.
         """
         projection, _, name = path.rpartition(".")
         if projection not in ("blocks.attention.key", "blocks.attention.value"):
@@ -291,14 +293,14 @@ def split_groups(groups: int, devices: int) -> bool:
     each device has all of them.
 
     Raises:
-        ValueError: neither of the two numbers divides the other. The queries of one device would
-            then attend to a part of a group, and share this group with another device.
+        ValueError: neither of the two numbers divides the other. Some head of keys would then be
+            needed by only a part of one device's queries, and by queries of another device too.
     """
     if groups % devices and devices % groups:
-        fitting = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
+        fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
+        fewer_groups = checked_numbers.divisor(devices, groups)  # the most that divide `devices`
         raise ValueError(
             f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            f"one must divide the other. Use {fitting} devices, or "
-            f"groups={checked_numbers.divisor(devices, groups)}."
+            f"one must divide the other. Use {fewer_devices} devices, or groups={fewer_groups}."
         )
     return groups % devices == 0

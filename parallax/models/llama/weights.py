@@ -3,7 +3,7 @@
 
 A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
 K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
-embedding and head also have the rows that pad the vocabulary, which no file holds.
+embedding and head also have padding, rows after the vocabulary. No file holds these rows.
 """
 
 import os
@@ -66,14 +66,17 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
 
     A model with biases is saved as a Qwen 2, one with norms of heads as a Qwen 3, and one with
     experts as a Mixtral. Any other is saved as a Llama. The weights of the auxiliary losses are not
-    saved: they belong to the training, and Mixtral's field for them means another loss.
+    saved: they belong to the training, and the field of Mixtral's `config.json` for such a weight
+    belongs to a loss that is defined differently.
+
+    Returns a message that says what the folder now holds, as `gpt2.save` does.
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        OSError: the folder could not be written. Its files are as they were.
+        OSError: the folder could not be written; its old files are unchanged.
         ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has two of biases, norms of heads and experts; or it has a shared expert,
-            which none of the four kinds has.
+            the model has more than one of these: biases, norms of heads, experts; or it has a
+            shared expert, which none of the four kinds has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
