@@ -238,7 +238,7 @@ def test_what_killed_runs_left_goes_with_the_next_save(tmp_path):
         records.begin(tmp_path / name, records.Record(2, SETTINGS, {}, {}, {}))
         (tmp_path / name / "arrays.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "00000000").mkdir()  # killed before it said what it would be
-    with checkpoints(tmp_path, keep=Retention(2)) as store:
+    with checkpoints(tmp_path, keep=Retention(2, every=2)) as store:
         assert store.restore(small_state()).step == 1
         store.save(3, small_state(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == [

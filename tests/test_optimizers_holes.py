@@ -208,10 +208,11 @@ def test_a_rate_that_is_the_same_on_wholes_is_let_through(name):
 
 
 def exchanged(*, delayed):
-    """The update of each of two leaves is the other's gradient, perhaps that of the step before."""
+    """The update of each of two leaves is the other's gradient, perhaps that of the step before; of
+    any other leaf it is its own."""
 
     def update(updates, state, params=None):
-        other = {"a": updates["b"], "b": updates["a"]}
+        other = updates | {"a": updates["b"], "b": updates["a"]}
         return (state, other) if delayed else (jax.tree.map(jnp.negative, other), state)
 
     init = (
@@ -253,6 +254,27 @@ def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed)
         updates, moments = optimizer.update(*plain)
         plain = optax.apply_updates(plain[0], updates), moments
     assert_close((state.model, state.optimizer), plain, EXACT)
+
+
+def test_a_leaf_whose_split_dim_is_unknown_does_not_part_other_leaves():
+    """The spec of `c` that `make` gets does not name its axis; `a` and `b` have the same spec."""
+    specs = {"a": P("x"), "b": P("x"), "c": P("x")}
+    model = {
+        name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)))
+        for i, name in enumerate("abc")
+    }
+    optimizer = exchanged(delayed=False)
+    axes = mesh.make(x=2, devices=jax.devices()[:2])
+    state, state_specs = step.init(lambda: model, optimizer, lambda path, leaf: specs[path], axes)
+    train = step.make(
+        lambda params, batch: (jnp.zeros(()), params), optimizer, specs=specs | {"c": P()}
+    )
+    train = jax.jit(
+        mesh.spmd(train, mesh=axes, in_specs=(state_specs, P()), out_specs=(state_specs, P()))
+    )
+    state, _ = train(state, 0.0)
+    plain = optax.apply_updates(model, optimizer.update(model, optimizer.init(model), model)[0])
+    assert_close(state.model, plain, EXACT)
 
 
 def scaled_by(rate):

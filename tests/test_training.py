@@ -257,6 +257,7 @@ def test_metrics_wait_while_the_storage_fails(tmp_path, monkeypatch):
     ):
         sink(7, {"loss": 7.0})
     assert metrics.recorded(path)[-1]["step"] == 6
+    assert len(said) == 1  # not that the run goes on
 
 
 @pytest.mark.parametrize(

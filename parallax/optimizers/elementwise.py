@@ -315,9 +315,8 @@ class _Update:
         one common axis, with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # If the spec of a leaf leaves open which dim is split, its shapes do not tell. To be safe,
-        # one such leaf makes every pair count as different.
-        is_open = any(leaf.is_open for leaf in self.leaves)
+        # If the spec of a leaf leaves open which dim is split, its shapes do not tell either.
+        is_open = a.is_open or b.is_open
         # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 

@@ -211,12 +211,12 @@ def jsonl(
             _append(path, "".join(waiting))
         except OSError as error:
             failed = f"{path}: the numbers of step {step} were not written; {error.strerror}."
-            if math.isinf(failed_since):
-                say(f"{failed} They wait; the run goes on meanwhile.")
-            failed_since = min(failed_since, time.monotonic())
+            is_first, failed_since = math.isinf(failed_since), min(failed_since, time.monotonic())
             # `transient`: the error may go away by itself.
             if not transient(error) or time.monotonic() >= failed_since + patience:
                 raise OSError(failed) from error
+            if is_first:
+                say(f"{failed} They wait; the run goes on meanwhile.")
             return
         waiting.clear()
         failed_since = math.inf

@@ -131,8 +131,7 @@ def prune(
     retention: Retention,
 ) -> None:
     """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
-    does not keep, unfinished ones (except those at a multiple of `retention.every`), and ones that
-    a newer checkpoint of the same step has replaced.
+    does not keep, unfinished ones, and ones that a newer checkpoint of the same step has replaced.
 
     The newest checkpoint whose loss was measured also stays. A damaged checkpoint that was refused
     stays until there is a newer good one. A checkpoint that was refused for another reason stays
@@ -145,10 +144,9 @@ def prune(
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
         if step is not None and path.is_dir() and records.is_of(path, step, settings):
             ours[path] = step
+    complete = finished(folder)
     good = (
-        step
-        for step in reversed(finished(folder))
-        if step not in refused and path_of(folder, step) in ours
+        step for step in reversed(complete) if step not in refused and path_of(folder, step) in ours
     )
     newest = list(itertools.islice(good, retention.newest))  # the newest first
     if not newest:
@@ -160,7 +158,7 @@ def prune(
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
             return True
-        return retention.every is not None and step % retention.every == 0
+        return retention.every is not None and step % retention.every == 0 and step in complete
 
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
