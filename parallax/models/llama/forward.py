@@ -124,7 +124,7 @@ def mixed(
 
     `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
     axis of experts, all experts are on this device, and `experts.moe` is called with `axis=()`.
-    With `normalised=True`, the router divides the weights of a token's chosen experts by their sum.
+    The router divides the weights of a token's chosen experts by their sum (`normalised`).
     """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
