@@ -343,7 +343,8 @@ class _Step:
         # The loss is computed for blocks of tokens. For each token it needs the largest logit and
         # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
         # one device has.
-        blocks = -(-size.tokens // BLOCK_TOKENS)  # rounded up
+        most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
+        blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
