@@ -26,7 +26,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, plan, precision, rules, sequence
-from parallax.collectives import ring, two_rings
+from parallax.collectives import bucketed, ring, two_rings
 from parallax.compiled import targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -40,7 +40,8 @@ MODELS = {
     "small": gpt2.SMALL,
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
-ALGORITHMS = {"ring": ring, "two_rings": two_rings}
+# "rings": two rings in opposite directions, with small leaves in buckets.
+ALGORITHMS = {"ring": ring, "rings": lambda name: bucketed(two_rings(name))}
 # The name of a row, sequences, layout, algorithm ("jit": `jax.jit` with shardings, a rival),
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
@@ -52,8 +53,8 @@ ROWS = """
     psum_made       64 data=8                                      lax  kernel,made
     ring_kernel     64 data=8                                      ring kernel
     ring_made       64 data=8                                      ring kernel,made
-    rings_kernel    64 data=8                                      two_rings kernel
-    rings_made      64 data=8                                      two_rings kernel,made
+    rings_kernel    64 data=8                                      rings kernel
+    rings_made      64 data=8                                      rings kernel,made
     jit             64 data=8                                      jit  scores
     zero3_kernel    64 data=8,zero=3                               lax  kernel
     zero3_block     64 data=8,zero=3,remat=block                   lax  scores

@@ -131,12 +131,13 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     table = rows(schedule)
     all_stretches = stretches(table)
     # Every tick with F runs the embedding, and every tick with B its backward pass. In a tick
-    # without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
+    # without a microbatch for them (-1) they run on microbatch 0, and the result is not used.
     # `stretches` reads the -1, so it is called first.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
-    # A tick with F embeds the microbatch of the next tick with F.
+    # The embedding runs one tick with F ahead, for the first microbatch before the loop. In the last
+    # tick its result is not used.
     has_forward = (table.jobs["forward"] >= 0).any(axis=1)
     embedded = together["embed"][has_forward]
     together["embed"][has_forward] = np.append(embedded[1:], 0)
