@@ -40,8 +40,12 @@ MODELS = {
     "small": gpt2.SMALL,
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
-# "rings": two rings in opposite directions, with small leaves in buckets.
-ALGORITHMS = {"ring": ring, "rings": lambda name: bucketed(two_rings(name))}
+# "buckets": a ring; "rings": two rings in opposite directions. Both join small leaves.
+ALGORITHMS = {
+    "ring": ring,
+    "buckets": lambda name: bucketed(ring(name)),
+    "rings": lambda name: bucketed(two_rings(name)),
+}
 # The name of a row, sequences, layout, algorithm ("jit": `jax.jit` with shardings, a rival),
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
@@ -53,6 +57,7 @@ ROWS = """
     psum_made       64 data=8                                      lax  kernel,made
     ring_kernel     64 data=8                                      ring kernel
     ring_made       64 data=8                                      ring kernel,made
+    buckets_kernel  64 data=8                                      buckets kernel
     rings_kernel    64 data=8                                      rings kernel
     rings_made      64 data=8                                      rings kernel,made
     jit             64 data=8                                      jit  scores

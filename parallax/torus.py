@@ -6,9 +6,9 @@ through that box is the ring of the axis: out along one side, and back through a
 *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
 cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
 the mesh is taken, and then the one that cuts the dims into fewer pieces: if two axes share a dim,
-their long hops share its links. A *laying* is an order of a dim's pieces along the dim, and a *line* is a laying
-as an array. A *path* is the order in which the ring of an axis visits the points of its box.
-`metrics[dim]` has the number of links between each two places of a dim.
+their long hops share its links. A *laying* is an order of a dim's pieces along the dim, and a
+*line* is a laying as an array. A *path* is the order in which the ring of an axis visits the points
+of its box. `metrics[dim]` has the number of links between each two places of a dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """

@@ -590,9 +590,7 @@ HEADS = {  # and whether they are right
         True,
     ),
     "shared, by hops": (
-        lambda p, x, part: lax.pmean(
-            head(p, pipeline.copy_from_last(x, "stage"), part), "stage"
-        ),
+        lambda p, x, part: lax.pmean(head(p, pipeline.copy_from_last(x, "stage"), part), "stage"),
         True,
     ),
     "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),

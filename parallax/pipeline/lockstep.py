@@ -136,8 +136,8 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
-    # The embedding runs one tick with F ahead, for the first microbatch before the loop. In the last
-    # tick its result is not used.
+    # The embedding runs one tick with F ahead, and before the loop for the first microbatch. In the
+    # last tick its result is not used.
     has_forward = (table.jobs["forward"] >= 0).any(axis=1)
     embedded = together["embed"][has_forward]
     together["embed"][has_forward] = np.append(embedded[1:], 0)

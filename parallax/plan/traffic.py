@@ -372,9 +372,7 @@ class _Step:
         # Each of these sums and copies takes log2(P) rounds of hops (`pipeline.ends`).
         rounds = (self.layout.stage - 1).bit_length()
         calls = size.embeds + size.leaves + 2 * size.heads
-        yield self.term(
-            "ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls
-        )
+        yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
         for leaf in self.leaves:
             # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
