@@ -21,6 +21,8 @@ from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, match_varying, varying, varying_axes
 
+BLOCK_TOKENS = 512  # the tokens of a block, for each device that splits the rows
+
 
 def mean(
     x: Float[Array, "*batch width"],
@@ -30,7 +32,7 @@ def mean(
     *,
     weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
-    block_tokens: int = 512,
+    block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
     `x[B, D], W[V_X, D], targets[B] -> scalar`.
@@ -58,13 +60,16 @@ def mean(
             tokens: pass `normalized` weights for a weighted mean. They are not differentiated.
         vocabulary: the number of rows without padding. The logits of padding are minus infinity,
             and the gradients of padding are 0.
-        block_tokens: the most tokens whose logits exist at the same time.
+        block_tokens: the most tokens whose logits exist at the same time. None: 512 for each device
+            of `axis`, so that a block of logits takes the same memory for any number of devices.
 
     Raises:
         ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
             no targets.
     """
     axis = Axis.of(axis)
+    if block_tokens is None:
+        block_tokens = BLOCK_TOKENS * axis.size()
     _check_mean(x, targets, axis, block_tokens)
     # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments, as their
     # gradients do. The transpose of `varying` sums a gradient over the axes along which its

@@ -5,8 +5,9 @@ an axis form a box, whose *sides* are the axis's pieces of the dims. A closed pa
 through that box is the ring of the axis: it goes out along one side, and comes back through all
 other points. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one
 whose hops cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the
-last axes of the mesh is taken. A *laying* of a dim gives each combination of the axes' coordinates
-a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and `lines` are such
+last axes of the mesh is taken, and then the one with fewer pieces: if two axes share a dim, their
+long hops share its links. A *laying* of a dim gives each combination of the axes' coordinates a
+place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and `lines` are such
 arrays. A *path* is the order in which the ring of an axis visits the points of its box.
 `metrics[dim]` has the number of links between each two places of a dim.
 
@@ -27,7 +28,8 @@ import numpy as np
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 # Small weights that decide between equal costs. `INNER_FIRST` prefers cuts in which later axes have
 # the shorter hops. `FAR`, which is smaller, prefers equal hops to one long hop among short ones.
-INNER_FIRST, FAR = 1e-5, 1e-8
+# `PIECE`, the smallest, prefers fewer pieces.
+INNER_FIRST, FAR, PIECE = 1e-5, 1e-8, 1e-11
 Cut = tuple[tuple[int, ...], ...]
 
 
@@ -172,7 +174,8 @@ def coordinates(
         # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
         # `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
-        total = np.sum(weighted, axis=0)
+        pieces = sum(piece > 1 for pieces_of_dim in cut for piece in pieces_of_dim)
+        total = np.sum(weighted, axis=0) + PIECE * pieces
         if total.min() < cost:
             cost, layings = total.min(), np.unravel_index(total.argmin(), total.shape)
             paths = []

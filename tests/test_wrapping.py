@@ -589,6 +589,10 @@ HEADS = {  # and whether they are right
         lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"),
         True,
     ),
+    "shared, by hops": (
+        lambda p, x, part: lax.pmean(head(p, pipeline.copy_from_last(x, "stage"), part), "stage"),
+        True,
+    ),
     "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),
     "gathered": (
         lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from parallax import argument_checks, cross_entropy, pipeline, tensor
-from parallax.collectives import AxisLike
+from parallax.collectives import AxisLike, combined_axis
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
@@ -207,13 +207,17 @@ def stages(
         unroll: the number of blocks in the loop's body.
     """
 
+    def comms_of_ends():
+        """Returns the communication of the embedding and the head inside a stage. Over the stages,
+        which split the vocabulary too, they send by `across`."""
+        return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
+
     def embed_part(model, part):
         """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
         a tuple of its first fields.
 
-        The vocabulary is split over `axis` and over the stages (`shared`). `copy_to` is the
-        identity, and sums the stages' cotangents in the backward pass: all stages need the sum for
-        their rows of the embedding, and only the first one uses x.
+        The vocabulary is split over `axis` and over the stages. Only the first stage uses x, so
+        `sum_to_first` sums the stages' rows there.
         """
         windows, keys, weights, _ = Batch(*part)
         return embed(
@@ -222,8 +226,8 @@ def stages(
             windows[:, :-1],
             keys,
             weights=weights,
-            comms=comms(axis, shared=stage_axis),
-            across=functools.partial(tensor.copy_to, axis=stage_axis),
+            comms=comms_of_ends(),
+            across=functools.partial(pipeline.sum_to_first, axis=stage_axis),
         )
 
     def stage(model, x, part, position):
@@ -254,8 +258,8 @@ def stages(
 
     def head_of_part(model, x, part):
         """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
-        last block's output `x`, [B, T shard, D]. `from_last` gives the last stage's `x` to all
-        stages, since each stage computes a part of the head.
+        last block's output `x`, [B, T shard, D]. `copy_from_last` gives the last stage's `x` to
+        all stages, since each stage computes a part of the head.
         """
         windows, _, weights, _ = Batch(*part)
         return head(
@@ -263,8 +267,8 @@ def stages(
             x,
             windows[:, 1:],
             weights=weights,
-            comms=comms(axis, shared=stage_axis),
-            across=functools.partial(pipeline.from_last, axis=stage_axis),
+            comms=comms_of_ends(),
+            across=functools.partial(pipeline.copy_from_last, axis=stage_axis),
         )
 
     return embed_part, stage, head_of_part
@@ -287,8 +291,8 @@ def embed(
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
     applies the dropout. Each device looks up the rows that it has, and `comms` sums them over the
     devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only the
-    first stage uses the sum. The caller then passes `tensor.copy_to` over the stages as `across`:
-    in the backward pass it gives the first stage's cotangent to all stages.
+    first stage uses the sum. The caller then passes `pipeline.sum_to_first` over the stages as
+    `across`.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, as in padding: the loss does not depend on such a token.

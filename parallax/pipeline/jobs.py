@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from parallax._typing import PyTree
 from parallax.collectives import send_next
@@ -139,9 +139,8 @@ class Jobs(Programs):
         """Returns this stage's job of a lane in the tick of `row`."""
         return self.task(row.jobs[lane][self.index])
 
-    def embed(self, row: Row) -> PyTree:
-        """Returns the embedding's output for this tick's microbatch: the first stage's input."""
-        microbatch = row.jobs["embed"]
+    def embed(self, microbatch: Int[Array, ""]) -> PyTree:
+        """Returns the embedding's output for a microbatch: the first stage's input."""
         x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
         # A stage may need an `x` that varies along more axes than the embedding's output.
         return match_varying(x, self.x)

@@ -48,12 +48,14 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
+        entered: the embedding's output for the next F at the first place of the model.
         x: the activation from the stage before, as it was sent.
         y: the output of F in this tick; None between ticks.
         ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
+    entered: PyTree
     x: PyTree
     y: PyTree
     ct: PyTree
@@ -75,16 +77,16 @@ def run(jobs: Jobs) -> Sums:
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
-    # The send of the activation comes last, and no lane of the tick waits for it: XLA can overlap
-    # it with the backward lanes.
-    return _run(jobs, [*lanes, ("forward", send_activation)])
+    # The send of the activation and the next embedding come last, and no lane of the tick waits for
+    # them: XLA can overlap their messages with the backward lanes.
+    return _run(jobs, [*lanes, ("forward", send_activation), ("forward", embed_next)])
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs F: at the first place of the model on the embedding's output, elsewhere on the
     activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
-    y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
+    y, carry = jobs.forward(carry, row, carry.arrived.entered, arrived)
     return carry.with_arrived(y=y)
 
 
@@ -117,6 +119,13 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
+def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
+    """Runs the embedding for the next tick with F. No lane of this tick waits for its messages."""
+    # On a CPU its messages wait for the activation's.
+    microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
+    return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
+
+
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
     """Returns the cotangent that B begins with: at the last place of the model the head's, else the
     cotangent that arrived from the stage after."""
@@ -134,12 +143,17 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     table = rows(schedule)
     all_stretches = stretches(table)
     # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. In
-    # a tick without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
+    # a tick without a microbatch for them (-1) they run on microbatch 0, and no result is used.
     # The head runs only in ticks with a microbatch, so for it the 0 has no effect. `stretches`,
     # called above, needs the -1, so each -1 is replaced only here.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
+    # The embedding runs one tick with F ahead, and before the loop for the first microbatch. In the
+    # last tick its result is not used.
+    has_forward = (table.jobs["forward"] >= 0).any(axis=1)
+    embedded = together["embed"][has_forward]
+    together["embed"][has_forward] = np.append(embedded[1:], 0)
     table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
     # In lockstep, of all messages only the head's cotangents wait in slots.
@@ -147,7 +161,13 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved_count = int(table.saved["forward"].max()) + 1
     # `y`, the output of F in a tick, is None between ticks.
-    arrived = Arrived(x=send.part(jobs.x), y=None, ct=send.part(moving), from_head=from_head)
+    arrived = Arrived(
+        entered=jobs.embed(jnp.asarray(embedded[0])),  # for the first tick with F
+        x=send.part(jobs.x),
+        y=None,
+        ct=send.part(moving),
+        from_head=from_head,
+    )
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):

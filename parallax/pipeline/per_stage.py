@@ -106,7 +106,7 @@ def run(jobs: Jobs) -> Sums:
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding, and keeps its output as `entered` until the end of the tick."""
-    return carry.with_arrived(entered=jobs.embed(row))
+    return carry.with_arrived(entered=jobs.embed(row.jobs["embed"]))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:

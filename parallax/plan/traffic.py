@@ -330,22 +330,22 @@ class _Step:
 
     def at_the_ends(self) -> Iterator[Term]:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
-        axes stage and tensor."""
+        axes stage and tensor. `between_stages` yields those of the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over both axes, and the head the cotangent of its input. With
+        # The embedding sums its rows over tensor, and the head the cotangent of its input. With
         # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
                 "tokens at the ends", size.leaves + size.heads, "sums at the ends", ends
             )
-            yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
         else:
-            yield from self.all_reduce("vocabulary", both, self.stream, ends)
+            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
         # The loss is computed for blocks of tokens. For each token it needs the largest logit and
         # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
         # one device has.
-        blocks = -(-size.tokens // BLOCK_TOKENS)  # rounded up
+        most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
+        blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
@@ -361,7 +361,8 @@ class _Step:
         parts are summed over `tensor`. The messages of these sums are yielded too.
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
-        the head, and the cotangent of the first stage's input, for the embedding.
+        the head, and the cotangent of the first stage's input, for the embedding. The first stage
+        needs the sum of all stages' embeddings, and the last stage that of the head's cotangents.
         """
         # `size.hops` counts activations and cotangents. With `split_sends` each tensor device sends
         # one part of them, and the parts are gathered after the hop.
@@ -372,9 +373,10 @@ class _Step:
             yield from self.all_gather(
                 "parts of hops gathered", ("tensor",), part, size.forward + size.backward
             )
-        yield from self.all_reduce(
-            "ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads
-        )
+        # Each of these sums and copies takes log2(P) rounds of hops (`pipeline.ends`).
+        rounds = (self.layout.stage - 1).bit_length()
+        calls = size.embeds + size.leaves + 2 * size.heads
+        yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
         for leaf in self.leaves:
             # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
