@@ -1,7 +1,7 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
-Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, t the
-tokens of a block.
+Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, V_X
+the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
 block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
@@ -35,7 +35,7 @@ def mean(
     block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
-    `x[B, D], W[V_X, D], targets[B] -> scalar`.
+    `x[B, D], table[V_X, D], targets[B] -> scalar`.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.
@@ -47,8 +47,9 @@ def mean(
     of a few hundred tokens, this takes no noticeable time. For each block, a device sends as many
     bytes as `tensor.cross_entropy` does for the tokens of the block.
 
-    The cotangent of `x` is this device's term of a sum: the backward pass of the `tensor.copy_to`
-    before `mean` adds the terms. There is no forward-mode derivative.
+    `x` must be a result of `tensor.copy_to`, which is the identity forward. The cotangent of `x` is
+    this device's term of a sum, and the backward pass of `tensor.copy_to` adds the terms. There is
+    no forward-mode derivative.
 
     Args:
         x: the input of the head, after `tensor.copy_to`.
@@ -102,7 +103,7 @@ def mean(
 
         # `x` has one dim, its last, that is not of tokens; targets and weights have none.
         _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
-        # The rows after the `count` tokens only fill up the last block.
+        # The losses after the first `count` are of the zeros that fill up the last block.
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
@@ -128,7 +129,7 @@ def mean(
         zeros = match_varying(jnp.zeros(table.shape, wide), table)
         parts = in_blocks(x, 1), *map(in_blocks, others)
         d_table, (losses, d_x_blocks) = lax.scan(block, zeros, parts)
-        # The rows after the `count` tokens only fill up the last block.
+        # The losses after the first `count` are of the zeros that fill up the last block.
         mean_loss = jnp.mean(losses.reshape(-1)[:count])
         d_x = d_x_blocks.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
         return mean_loss, (d_x, d_table)

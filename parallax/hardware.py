@@ -82,14 +82,16 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """Returns the time of a hop in a group of devices: over fast links if the group fits into a
-        domain, else over the network.
+        """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
+        sent (`beta`) and per received byte that is added (`gamma`). The hop is over fast links if
+        they join all devices of the group (a domain), else over the network.
 
         Args:
             span: the number of devices from the group's first to its last, in the order of their
                 numbers.
-            links: the fast links that the hop crosses. The time of a hop over fast links is
-                multiplied by their number, since its bytes cross each of them.
+            links: the number of fast links that the hop crosses. It multiplies `alpha` and `beta`
+                of fast links, since the bytes cross each link, but not `gamma`: each byte is added
+                once.
         """
         if span > self.domain:
             return self.slow

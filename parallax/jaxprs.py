@@ -148,8 +148,9 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    A collective of this library holds Python functions instead of a jaxpr, so it is traced here,
-    with None as the mesh.
+    An equation of `linear`, as the collectives of this library make them, holds Python functions
+    instead of a jaxpr, so it is traced here. No mesh is needed for this: the code around the call
+    runs inside a map over the axes already.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -201,8 +202,9 @@ class Uses(NamedTuple):
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
     """Returns, for each result of a program, its dependence on the arguments.
 
-    A `Uses` has two bools for each argument: whether the result depends on it (`reached`), and
-    whether it does so by a chain without a collective that combines it with data (`unsent`).
+    A `Uses` has two bools for each argument. `reached` says whether the result depends on the
+    argument. `unsent` says whether the argument is combined with data in a chain of operations that
+    leads to the result without a collective.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
@@ -215,8 +217,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """
     count = len(opened(closed).invars)
     # Bit i of a mask stands for argument i. The bit after the last argument stands for the
-    # constants that differ between devices. They count as data: an argument that is combined with
-    # them is `met`. `bits` drops their bit from the result.
+    # constants that differ between devices. `_Ways` counts them as data too: an argument that is
+    # combined with them is `met`. `bits` drops their bit from the result.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
@@ -226,7 +228,7 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         """Returns a mask as a bool for each argument."""
         return [bool(mask >> i & 1) for i in range(count)]
 
-    # `passed_on` are the arguments that go into a `ppermute`.
+    # `ways.run` has collected in `passed_on` the arguments that go into a `ppermute`.
     return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
 
 
@@ -237,15 +239,17 @@ class Following:
     such as the result of a `cond`, has the facts `first | second`.
 
     Attributes:
-        unknown: the fact about a value of which nothing is known.
+        unknown: the fact about a value of which nothing is known, such as an empty set: joined to
+            another fact by `|`, it adds nothing.
     """
 
     unknown: Any
 
     def constant(self, aval: Any, value: Any) -> Any:
-        """Returns the facts about a constant of the program, of the type `aval`.
+        """Returns the facts about a constant of the program: by default `unknown`.
 
-        `value` is None if only the type is known.
+        For subclasses that override this: `aval` is the constant's type, and `value` its value, or
+        None if only the type is known.
         """
         return self.unknown
 
@@ -393,10 +397,12 @@ class _Ways(FollowingAlong):
         # A collective joins the value with the parts of other devices. It ends all chains without a
         # collective, so `alone` and `met` become empty. If `alone` is empty, `met` is empty too.
         if joined.alone and self.is_sent(eqn):
+            # In a ring written by hand, a device uses its own block and then sends it on.
             if name == "ppermute":
                 self.passed_on |= joined.alone
             joined = Reach(joined.at_all)
-        # Only arrays count as combined with each other, not scalars.
+        # An operation on scalars alone, such as the sum of a loss and a penalty, does not count as
+        # a use of a weight with data.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
         # A value that is the same on all devices cannot depend on one device's share alone.
@@ -428,7 +434,7 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     body = inner(eqn)[0]
 
     def count_with_other_rank(outside, inside):
-        """Returns the number of pairs of atoms whose ranks differ."""
+        """Returns how many arrays have another number of dims outside the body than inside."""
         pairs = zip(types(outside), types(inside), strict=True)
         return sum(a.ndim != b.ndim for a, b in pairs)
 

@@ -340,9 +340,11 @@ class Layout:
 
         `misread` has a sentence for each mistake in the text. `written` has the fields, with names
         and values already corrected as the message will propose them. The layout must fit `sizes`,
-        those of a model and a batch. `wording` is the form of the proposal in the message.
+        those of a model and a batch; if `sizes` is empty, only the fields are checked. `wording` is
+        the form of the proposal in the message.
         """
-        # The first fault of the text, if there is one, begins the message.
+        # The first mistake in the text begins the message, and there is always a message if there
+        # is a mistake. The proposal writes the fields of `written`, and not those left at defaults.
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -369,7 +371,8 @@ def _typed(name: str, text: str) -> Any:
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # At most 19 characters: Python raises an error of its own for a number of thousands of digits.
+    # No field has 20 digits: such a text is refused later. (`int` would raise an error of its own
+    # for thousands of digits.)
     is_number = text.removeprefix("-").isdecimal() and len(text) < 20
     return int(text) if kind is int and is_number else text
 
@@ -382,7 +385,8 @@ def _value_of_bare(name: str) -> Any:
 
 def _known_name(name: str, misread: list[str]) -> str:
     """Returns `name` if there is such a field. Otherwise returns the field with the closest
-    spelling, and adds a sentence to `misread`."""
+    spelling, and adds a sentence about the mistake to the list `misread`. The caller raises an
+    error that begins with the first of these sentences, and proposes the corrected fields."""
     if name in DEFAULTS:
         return name
     misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")

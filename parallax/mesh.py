@@ -38,7 +38,7 @@ def make(**sizes: int) -> Mesh: ...
 def make(  # pyright: ignore[reportInconsistentOverload]
     *, devices: Sequence[Device] | None = None, **sizes: int
 ) -> Mesh:
-    """Returns a mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
+    """Returns a mesh over `devices`, with the axes in the order given: `make(data=4, tensor=2)`.
 
     TPUs are arranged so that, if possible, each hop of a ring along an axis crosses one link of the
     torus. Devices of several slices are taken slice by slice, so that the first axes cross the
@@ -50,7 +50,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices; there is no axis, or a size
-            is below 1; or the devices are CPUs, and JAX keeps compiled programs in a folder.
+            is below 1; or there are several CPU devices, and JAX's compilation cache is on: a
+            program for several CPU devices that is loaded from it can return wrong numbers.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -64,8 +65,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     types = (AxisType.Auto,) * len(sizes)
     from parallax import torus  # only a mesh of real devices needs it
 
-    # The axes are Auto: with Explicit axes, `shard_map` refuses inputs that are laid out
-    # differently.
+    # The axes are Auto: with Explicit axes, `shard_map` refuses inputs that are not yet laid out as
+    # its `in_specs` say.
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
@@ -172,7 +173,9 @@ def spmd(
             static_out.append(static)
             return result
 
-        # While `f` is traced, `grads` reads these axes, and refuses a batch that is split over one.
+        # While `f` is traced, `grads` reads these axes. It refuses a batch whose leaves one spec
+        # splits over such an axis, although their numbers of rows differ: one leaf may be a table,
+        # which is not to be split.
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -184,10 +187,12 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """Returns the axes by which one spec splits several arrays with different numbers of rows.
+    """Returns the mesh axes over which one spec splits the rows of several arrays, although the
+    arrays have different numbers of rows.
 
     `specs` is a tree prefix, so one spec may hold for several leaves. The rows of an array are its
-    first dim. `grads` refuses a batch of such arrays.
+    first dim. In a batch, one of such arrays may be a table, such as a weight for each class, which
+    is split by mistake: `grads` refuses the batch. Arrays with specs of their own may differ.
     """
 
     def axes(spec, leaves):
@@ -285,7 +290,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     disk, for example from training to generation: the axes and the number of devices may differ.
     All values stay the same, to the bit, and the given arrays remain valid. The part that a device
     has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count.
+    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
+    (`joined` joins the layers of the pipeline stages):
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
@@ -369,7 +375,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
     """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays have this
-    spec."""
+    spec, and they have been removed from `tree`: all its leaves are arrays."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]

@@ -55,8 +55,9 @@ def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
     """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
     enclosing gradient function declared it varying."""
-    # Along the axes in `declared` every parameter is a copy: if some were shares, `local_gradients`
-    # has refused this gradient function.
+    # `declared` has the axes of the functions around the one whose gradients are reduced now. If
+    # some parameters were shares along one of these axes, `local_gradients` would have refused to
+    # nest the two functions. So `x` is a copy there, although its type varies.
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 

@@ -4,9 +4,10 @@ the batch.
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
 device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` means
-that each device of axis X holds one term of a sum, and `A` is the sum. `axis.over(names)` is an
-axis of only these names. `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all
-of `y`. `ENCLOSING.value` has the axes of enclosing gradient functions.
+that each device of axis X holds one term of a sum, and `A` is the sum. `axis.over(names)` is
+`axis` with only those of its names that are in `names`. `sequence_after(x, y)` is `x`; on a CPU
+each of its arrays waits for all of `y`. `ENCLOSING.value` has the axes of enclosing gradient
+functions.
 """
 
 import numbers
@@ -222,8 +223,8 @@ def averaged(
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: picks the parameters whose gradients are summed in the backward pass: see
-            `reduced_in_backward`.
+        reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
+            are not declared varying: `reduced_in_backward` sums their gradients.
 
     Raises:
         ValueError: the loss is already reduced over `axis`; a parameter is a share along `axis`,
@@ -265,11 +266,12 @@ def summed(
         loss: whether each device's loss is a term too, so that the losses are summed. Otherwise the
             loss is returned as it is; it may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: picks the parameters whose gradients are summed in the backward pass: see
-            `reduced_in_backward`.
+        reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
+            are not declared varying: `reduced_in_backward` sums their gradients.
 
     Raises:
-        ValueError: the gradients are already summed over `axis`, or another error of `averaged`.
+        ValueError: the gradients are already summed over `axis`, or, with `loss`, the loss is; or a
+            share, the numbers of rows or the types are wrong, as in `averaged`.
     """
 
     axis = Axis.of(axis)
@@ -278,6 +280,8 @@ def summed(
         return total.astype(term.dtype)
 
     def wrapped(params, batch):
+        # A sum of gradients that are the same on all devices is wrong, unlike their mean, so
+        # `mean=False` refuses such gradients.
         local = local_gradients(grad, params, batch, axis, loss=loss, reduced=reduced, mean=False)
         return value_and_sums(local, axis, total_as_term, loss=loss, aux=aux)
 
@@ -313,17 +317,19 @@ def value_and_sums(
     """Returns `(value, gradients)`. The gradients are summed over `axis`; if `loss` is true, so is
     the loss.
 
-    A gradient is summed over those axes along which the devices have copies of its parameter, if
-    the gradient varies along them or its parameter was declared varying. The sums and the auxiliary
-    values are sent in one order on all devices.
+    A gradient is summed over those axes along which the devices have copies of its parameter,
+    unless the backward pass has summed it already. The sums and the auxiliary values are sent in
+    one order on all devices.
 
     Args:
-        local: the results of the gradient function on this device.
+        local: this device's loss and gradients, before any sum. `local.params` are the parameters
+            as the caller passed them, and `local.declared` the same, declared varying.
         axis: the axis to sum over.
         finish: `finish(sum, term)` makes the result from the sum over devices and from this
             device's term. It is called for each gradient and for the loss.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        loss: whether the loss is summed. If not, `finish` gets this device's loss as the sum.
+        loss: whether the loss is summed. If not, `finish` gets this device's loss in place of the
+            sum.
         scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
             `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
             remain. It returns `value` with the same numbers, but it may let `value` wait, so that
@@ -368,11 +374,12 @@ def local_gradients(
     reduced: Callable[[Any], Any] | None = None,
     mean: bool = True,
 ) -> LocalGradients:
-    """Returns this device's loss and gradients for parameters declared varying along `axis`.
+    """Returns this device's loss and gradients, and the parameters before and after they were
+    declared varying along `axis`.
 
     Args:
         grad: a gradient function. If some parameters are shares, it is traced to a program, which
-            is checked and then run.
+            is both run and checked.
         params: its parameters.
         batch: this device's batch.
         axis: the axis to be reduced over.
@@ -407,14 +414,17 @@ def local_gradients(
         # The parameters that `reduced` picks keep their own types.
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        # Without shares `grad` itself runs, and not its program. In a program the parameters are
-        # new arrays. So a pipeline in `grad` could not tell whether an array that the user's
-        # functions read by closure is a parameter (`refuse_closures`).
+        # With shares the checks need the program of `grad`. It is also run, so that `grad` is
+        # traced once. Without shares `grad` itself runs: in a program the parameters are new
+        # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
+        # read by closure is a parameter (`refuse_closures`).
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
+        # If the caller does not reduce the loss, it may be reduced already.
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
-        # Only along these axes can a loss be wrong. Without any, nothing is traced again.
+        # A loss can be wrong along the axes of shares, if it uses a share as a whole parameter, and
+        # along `reduced_axes`, if it was reduced there. Without such axes, nothing is traced again.
         for name in sorted({*shares, *reduced_axes}):
             program = program or _Program(grad, declared, batch)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
@@ -460,12 +470,14 @@ def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
     """Raises `ValueError` if all gradients were summed along one of `names` before. `declared` are
-    the parameters as the gradient function got them.
+    the parameters as the gradient function got them. `mean` says whether the caller takes the mean
+    over `names`, not the sum.
 
     If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
     axis made it the same on all devices. One gradient that varies shows that there was no sum of
-    all gradients. A mean over devices does not change gradients that are the same on all. So with
-    `mean` they are refused only if the loss varies: then only the gradients were summed.
+    all gradients. A mean does not change a loss and gradients that are both the same on all
+    devices, so with `mean` these pass. If the loss varies, only the gradients were summed:
+    their mean is still this sum, too large by the number of devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -475,6 +487,7 @@ def _check_not_summed(
             for gradient, parameter in zip(leaves, parameters, strict=True)
             if name in varying_axes(parameter)
         ]
+        # If no parameter was declared varying (`not differs`), the gradients tell nothing.
         if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
             continue
         not_summed = "The loss was not summed: it still differs between devices."
@@ -490,7 +503,8 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns the given axes along which a gradient varies and the loss does not: the loss may have
     been reduced there.
 
-    If neither the loss nor a gradient varies, both were reduced, which is right.
+    If neither varies, both were reduced. Then `_check_not_summed` decides: a mean of them is right,
+    a sum is not.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -593,13 +607,13 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)
     names = structure.flatten_up_to(names)
-    # The first group waits for the whole tree, and each later one for the sums before it too: all
-    # devices send in one order.
+    # The first group waits for the whole tree, since the computation of the tree may send too. Each
+    # later group also waits for the sums before it. So all devices send in one order.
     before = tree
-    # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
-    # order of the groups must be the same in all processes, since they must trace one program; the
-    # order of a set could differ between them. Here the group with the most axes comes first, and
-    # groups with equally many axes keep the order of the leaves.
+    # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
+    # them. All processes must trace one program, so any order of the groups will do that is the
+    # same in all of them: here the most axes first, and then the order of the leaves. (A set
+    # instead of `dict.fromkeys` could have another order in each process.)
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]

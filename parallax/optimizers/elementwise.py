@@ -8,11 +8,12 @@ refuses a program that depends on the size, such as a learning rate scaled by th
 allowed operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
-the optimizer's state, is the number of its leaf; None if it belongs to no leaf, as a step count. A
-moment is a state array of the shape of its leaf's gradient. A share is a device's part of a
-gradient or a parameter. A `Value` has the sources of an array in the program: `leaves`, the numbers
-of the leaves that the array is computed from, and `mixes`, the reason why it is not computed
-element by element, or "". The number `WHOLE` stands for any array that is the same on all devices.
+the optimizer's state, is the number of its leaf. The number of the step, for example, belongs to no
+leaf, so its owner is None. A moment is a state array of the shape of its leaf's gradient. A share
+is a device's part of a gradient or a parameter. A `Value` has the sources of an array in the
+program: `leaves`, the numbers of the leaves that the array is computed from, and `mixes`, the
+reason why it is not computed element by element, or "" if it is. The number `WHOLE` stands for any
+array that is the same on all devices.
 """
 
 import functools
@@ -85,7 +86,9 @@ def checked(
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
-        # type also says along which axes an array varies.
+        # type also says along which axes an array varies. A leaf that is no array counts by its
+        # Python type. The structure is a text here, since static fields of a module may have no
+        # hash.
         kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
         device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
@@ -164,8 +167,8 @@ class _Update:
     def leaf(
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
-        """Returns the leaf with its split axes, from the types, and its whole shape, from the
-        specs."""
+        """Returns the leaf at `path`. The types of the gradient and the parameter give the axes
+        that split it; the parameter's shape and its spec give the shape of the whole parameter."""
         axes, ndim = self.axes(weight), np.ndim(weight)
         # By dim: the axes that split it, by the spec, and along which the parameter varies. A spec
         # may have fewer entries than the array has dims.
@@ -173,6 +176,7 @@ class _Update:
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
+        # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
             for size, names in zip(np.shape(weight), by_dim, strict=True)
@@ -180,7 +184,7 @@ class _Update:
         # `is_open`: the leaf is split over an axis that its spec does not name, so the dim is
         # unknown. A vector has only one dim.
         split, is_open = axes | self.axes(gradient), ndim > 1 and bool(unnamed)
-        return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
+        return _Leaf(tuple(path), gradient, weight, split=split, whole=whole, is_open=is_open)
 
     def check(self) -> None:
         """Raises `UnfitOptimizer` if the update, traced on symbolic sizes, is not computed element
@@ -190,7 +194,8 @@ class _Update:
         # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
         # the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
-        # In ZeRO-1 the parameter is whole, though its gradient is a share.
+        # In ZeRO-1 the parameter is whole, though its gradient is a share. Only there `is_shard` is
+        # False; it is True of a leaf that nothing splits.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -207,11 +212,11 @@ class _Update:
             self.refuse(f"its program depends on the leaf's size: {_first_line(error)}")
         # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
-        all_shards = all(leaf.is_shard for leaf in self.leaves)
-        # If the parameters are whole and the gradients shares, the optimizer must gather its
-        # updates. Without this check JAX would silently broadcast some of these shapes. The caller
-        # turns this error into a better one (`explain`).
-        if not all_shards and _shapes(updates) != _shapes(arguments[2]):
+        equal_shapes = all(leaf.is_shard for leaf in self.leaves)
+        # If some parameters are whole and their gradients shares (ZeRO-1), the optimizer must
+        # gather its updates. Without this check JAX would silently broadcast some of these shapes.
+        # The caller turns this error into a better one (`explain`).
+        if not equal_shapes and _shapes(updates) != _shapes(arguments[2]):
             raise TypeError("the updates have other shapes than the parameters")
         # The program's arguments come in this order: gradients, state, parameters.
         values = [*map(of_leaf, numbers), *of_state, *map(of_leaf, of_weights)]
@@ -259,15 +264,15 @@ class _Update:
         )
 
     def is_moment(self, x: Any, owner: int | None) -> bool:
-        """Returns whether an array of the optimizer's state has the shape of its leaf's
-        gradient."""
+        """Returns whether an array of the optimizer's state has the shape of its leaf's gradient.
+        An array that belongs to no leaf (`owner` is None) is no moment."""
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
         """Returns the `Value` of an array of the optimizer's state with this owner. If its `mixes`
         is not empty, `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
-        # elements.
+        # elements, so it has no sources.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         # The state of a split leaf must have the shape of the gradient, so that it is split alike.
@@ -275,6 +280,8 @@ class _Update:
             if self.is_moment(x, owner):
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
+        # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
+        # whole, whatever its type; any other array must be the same on all devices.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
@@ -315,7 +322,8 @@ class _Update:
         one common axis, with equal shapes on the device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # If the spec of a leaf leaves open which dim is split, its shapes do not tell either.
+        # A leaf is open if it is split over an axis that its spec does not name. That axis may
+        # split any of its dims, and its shapes do not tell which.
         is_open = a.is_open or b.is_open
         # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
@@ -346,13 +354,14 @@ class _Update:
         # A leaf may be missing in only one of the two: the gradients or the optimizer's state.
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
         with_state = {path for path, _ in arrays_of_leaves}
+        # An optimizer without state for any leaf, such as plain SGD, has nothing to compare.
         if with_state and with_state != set(with_gradient):
             raise UnfitOptimizer(self.other_leaves(params, with_state)) from error
         # Other errors are the optimizer's own.
         if not _is_about_shapes(error):
             return
-        # In ZeRO-1 a share of a gradient met a whole parameter. Other leaves, also whole ones, have
-        # gradients of their own shape (`is_shard`).
+        # In ZeRO-1 a share of a gradient met a whole parameter. Everywhere else `is_shard` is True:
+        # both are shares, or both are whole, so they have equal shapes.
         for leaf in self.leaves:
             if not leaf.is_shard:
                 raise UnfitOptimizer(

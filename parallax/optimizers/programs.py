@@ -51,7 +51,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
     def wrapped(gradients, state, params=None, **extra):
         """Returns the updates and the state, marked as right on shards. If sizes are unknown,
-        `update` would fail; then returns marked arrays of the types that it would return."""
+        `update` may fail, since collectives need known sizes. Then returns, without a call of
+        `update`, marked arrays of the types that it would return."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes show which gradients are shares "
@@ -59,7 +60,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
             )
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
-        # results matter there: an update has the type of its parameter, and the state its old type.
+        # results matter there. An update has the type of its parameter, and it is right if its
+        # gradient is (`_marked_like`). The state has its old type.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -166,7 +168,8 @@ class _Elements(jaxprs.Following):
         # is given are, so it keeps the reason why they mix.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
-        # It mixes only if it combines a split array with one that is not split.
+        # An elementwise operation mixes only if it combines a split array with one that is not
+        # split.
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
         # A reshape or a broadcast (`LAID_OUT`). A value without sources (`not any(value)`) has
@@ -175,18 +178,20 @@ class _Elements(jaxprs.Following):
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
         # Any other operation is right only if all its operands are whole, and nothing in it depends
-        # on the shard, such as its size. The result is then whole too. `_mixes` returns a text: why
-        # the operation is wrong, or "".
+        # on the shard, such as its size. The result is then whole too, `same_everywhere`. `_mixes`
+        # returns a text: why the operation is wrong, or "".
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
-    def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
+    def _mixes(self, eqn: JaxprEqn, sources: Value) -> str:
         """Returns the reason why an equation that is not elementwise is wrong on shards. Returns ""
-        if its operands are whole and its result does not depend on the shard."""
-        if operands.leaves - {WHOLE}:
+        if its operands are whole and its result does not depend on the shard. `sources` joins those
+        of all operands."""
+        if sources.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
-        # All operands are the same on every device. The result can still depend on the shard: by
-        # its size, by the device's index, or by a constant inside a loop.
+        # All operands are the same on every device. (Their types may still vary, as those of
+        # gathered leaves do.) The result can depend on the shard nevertheless: by its size, by the
+        # device's index or, in the body of a loop, by a constant that differs between devices.
         given, returned = jaxprs.types(eqn.invars), jaxprs.types(eqn.outvars)
         if _knows_size([*given, *returned, *eqn.params.values()]):
             return f"{_operation(eqn)} depends on the shard's size"

@@ -79,7 +79,7 @@ def whole(
     def no_layers(path, ndim):
         return 0
 
-    return _on_owners(optimizer, Axis.of(axis), specs, no_layers, apart=False)
+    return _on_owners(optimizer, Axis.of(axis), specs, no_layers, by_layer=False)
 
 
 def by_matrix(
@@ -131,7 +131,7 @@ def by_matrix(
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
-    return _on_owners(optimizer, Axis.of(axis), specs, leading, apart=True)
+    return _on_owners(optimizer, Axis.of(axis), specs, leading, by_layer=True)
 
 
 def on_shards(
@@ -166,14 +166,15 @@ class _Way(NamedTuple):
 
 
 def _on_owners(
-    optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
+    optimizer, axis: Axis, specs: Specs, leads: Leads, *, by_layer: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with leaves that move to their owners, and updates that move back.
 
-    `leads` gives the number of a leaf's first dims that are layers. With `apart`, the layers of a
-    leaf have different owners, and an optimizer that combines leaves is refused.
+    `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns the number of first
+    dims that are layers, for the leaf at this dotted path, which has `ndim` dims. With `by_layer`,
+    each layer is updated by one device, and an optimizer that combines leaves is refused.
     """
-    owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
+    owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
     # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
     checked_update = right_on_shards(owners.update, at="optimizers")
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
@@ -188,14 +189,14 @@ class _Owners(NamedTuple):
         specs: the specs of the shares, by path.
         leads: the function from a leaf's path and number of dims to the number of its first dims
             that are layers.
-        apart: whether each layer is updated by one device, as in `by_matrix`.
+        by_layer: whether each layer is updated by one device, as in `by_matrix`.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
     axis: Axis
     specs: dict[str, PartitionSpec]
     leads: Leads
-    apart: bool
+    by_layer: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
         """Returns how the leaf at `path` is divided, for its way to its owners."""
@@ -209,8 +210,9 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves that the optimizer sees together, those whose dims of layers
-        have the same sizes: for each group these sizes, and the paths of its leaves."""
+        """Returns the groups of leaves that the optimizer sees together. A group goes through one
+        `vmap` over its layers, so the dims of layers of its leaves have the same sizes in `tree`.
+        For each group: these sizes, and the paths of its leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -218,8 +220,8 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups: inside a map over `axis`, for the layers of this device;
-        outside, for all layers."""
+        """Returns the state of all groups, the leaves with equally many layers: inside a map over
+        `axis`, for the layers of this device; outside, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # The axes of the maps around this code must include the optimizer's axes. Outside a map,
         # `rules.optimizer_specs` checks them.
@@ -228,16 +230,18 @@ class _Owners(NamedTuple):
         # Only inside a map over the axis are the parameters shares, which go to their owners.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
+            # `_to_owner(x, weight, way)`: here the array `x` to move is the parameter itself.
             params = jax.tree.map(_to_owner, params, params, ways)
-        by_layers = self.groups(params)
+        groups = self.groups(params)
         # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
             _mapped(self.optimizer.init, len(sizes))(_only(params, paths))
-            for sizes, paths in by_layers
+            for sizes, paths in groups
         ]
         # `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
-        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
-        leads = tuple(len(sizes) for sizes, _ in by_layers)
+        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in groups)
+        # For each group, the number of dims that are layers.
+        leads = tuple(len(sizes) for sizes, _ in groups)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
@@ -246,25 +250,29 @@ class _Owners(NamedTuple):
         `updates` are gradients, whole or shares, and `weights` the parameters that have a gradient.
         """
         ways = jax.tree.map_with_path(self.way, weights)
-        whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
-        whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
-        one_layer = functools.partial(self.optimizer.update, **extra)
+        owned_gradients = jax.tree.map(_to_owner, updates, weights, ways)
+        owned_weights = jax.tree.map(_to_owner, weights, weights, ways)
+        update_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
         # One group at a time, with its state `old`: leaves with different numbers of layers cannot
         # go through one `jax.vmap`.
-        for (sizes, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
-            members, lead = _only(whole_weights, paths), len(sizes)
+        for (sizes, paths), old in zip(self.groups(owned_weights), state.groups, strict=True):
+            members, lead = _only(owned_weights, paths), len(sizes)
             # Each layer is updated by one device, so the optimizer must not combine leaves.
-            if self.apart:
+            if self.by_layer:
                 weight_shapes, state_shapes = _shapes_of_one_layer((members, old), lead)
-                _check_apart(one_layer, weight_shapes, state_shapes)
+                _check_apart(update_layer, weight_shapes, state_shapes)
             # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.
             run = checked(
-                _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
+                _mapped(update_layer, lead),
+                self.specs,
+                at="optimizers",
+                gathered=axes_of(self.axis),
             )
-            result, new = run(_only(whole_gradients, paths), old, members)
+            result, new = run(_only(owned_gradients, paths), old, members)
             results.append(result)
             states.append(new)
+        # Each result has None in place of the leaves of the other groups.
         shares = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
         return shares, GatheredOptState(states, state.names, state.members, state.leads)
 
@@ -277,6 +285,7 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
         return splits
+    # The type of a share varies along all axes that split it; the type of a whole weight does not.
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
 
 
