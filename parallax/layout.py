@@ -343,8 +343,8 @@ class Layout:
         those of a model and a batch; if `sizes` is empty, only the fields are checked. `wording` is
         the form of the proposal in the message.
         """
-        # The first mistake in the text begins the message, and there is always a message if there
-        # is a mistake. The proposal writes the fields of `written`, and not those left at defaults.
+        # If the text has a mistake, there is always a message, which begins with the first one. The
+        # proposal has the fields in `written` and those that it changes, not all the others.
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )

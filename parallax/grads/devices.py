@@ -224,7 +224,8 @@ def averaged(
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
-            are not declared varying: `reduced_in_backward` sums their gradients.
+            are not declared varying, since the backward pass sums their gradients: see
+            `reduced_in_backward`.
 
     Raises:
         ValueError: the loss is already reduced over `axis`; a parameter is a share along `axis`,
@@ -267,7 +268,8 @@ def summed(
             loss is returned as it is; it may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
-            are not declared varying: `reduced_in_backward` sums their gradients.
+            are not declared varying, since the backward pass sums their gradients: see
+            `reduced_in_backward`.
 
     Raises:
         ValueError: the gradients are already summed over `axis`, or, with `loss`, the loss is; or a
@@ -323,7 +325,8 @@ def value_and_sums(
 
     Args:
         local: this device's loss and gradients, before any sum. `local.params` are the parameters
-            as the caller passed them, and `local.declared` the same, declared varying.
+            as the caller passed them, and `local.declared` the same, declared varying (but for
+            those that `reduced` picked).
         axis: the axis to sum over.
         finish: `finish(sum, term)` makes the result from the sum over devices and from this
             device's term. It is called for each gradient and for the loss.
