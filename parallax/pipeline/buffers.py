@@ -118,12 +118,13 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     return [slots(kind) for kind in types]
 
 
-def stacked(tree: PyTree, *counts: int) -> PyTree:
-    """Returns zeros like the arrays of a tree, [...] -> [*counts, ...] each."""
+def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
+    """Returns zeros for several copies of each array of a tree, such as one for each microbatch:
+    `[...] -> [*sizes, ...]` each."""
 
     def leaf(x):
         # `zeros_like` of an array keeps the axes along which it varies; `jnp.zeros` would not.
-        return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
+        return jnp.broadcast_to(jnp.zeros_like(x), (*sizes, *x.shape))
 
     return jax.tree.map(leaf, tree)
 

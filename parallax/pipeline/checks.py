@@ -66,8 +66,9 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
-    devices. Also refuses blocks that are the same on all stages, blocks whose first dim is not the
-    schedule's number of chunks, and blocks without a layer. `blocks` are those of this device."""
+    devices, blocks whose first dim is not the schedule's number of chunks, and blocks without a
+    layer. Refuses with a `Misused`, the `ValueError` whose fields `lint.program` reads, blocks that
+    are the same on all stages. `blocks` are those of this device."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -166,9 +167,10 @@ def head(traced: Traced, axis: Axis) -> None:
     head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks for such a sum
     in the program.
     """
-    # For each array among the arguments of the program (params, x, microbatch, and the microbatch's
-    # number, for taps): whether it is in `x`, argument 1. `used` is the tuple of these arguments
-    # with a bool in place of each array.
+    # For each array among the arguments of the program: whether it is in `x`, argument 1. The
+    # arguments are params, x, the microbatch, and its number, with which taps record values; the
+    # number is None if nothing is recorded. `used` is the tuple of these arguments with a bool in
+    # place of each array: here only the number of the arrays counts, and not the bools.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):

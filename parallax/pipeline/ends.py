@@ -35,7 +35,8 @@ def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "
     axis = Axis.of(axis)
     last = axis.size() - 1
     place = last - axis.index()  # counted from the last stage
-    # No result depends on the other stages' `x`, and the masks say so to `checks.head`.
+    # The other stages' `x` is overwritten below. It is set to 0 here so that `checks.head` sees
+    # this too: that check refuses a head whose sum over the stages includes their `x`.
     x = masked(place == 0, x)
     # The tree of `sum_to_first`, with the stages in reverse order and the hops turned round.
     for distance, pairs in reversed(_rounds(axis.size())):

@@ -105,7 +105,9 @@ def value_and_grad(  # noqa: PLR0913
         scatter: applied to each microbatch's gradients before they are added up, such as
             `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
             runs after each job that computes gradients. It takes a tree like the parameters, with
-            one chunk of the blocks, and None for leaves to which this job has no gradient.
+            one chunk of the blocks, and None for leaves to which this job has no gradient. It
+            returns a tree of the same structure, whose arrays may be smaller: the gradients that
+            the function returns then have these shapes.
         aux: applied to the stacked auxiliary values: the head's are [M, ...] each, and the stages'
             (`Aux.stages`) [M, vP, ...]. If stages have some, the function returns
             `((loss, Aux(head, stages)), gradients)`. If only the head has some, it returns
@@ -128,7 +130,11 @@ def value_and_grad(  # noqa: PLR0913
         """Returns `(value, gradients)`, as `jax.value_and_grad` does; the value is the loss, or
         `(loss, aux)`."""
         jobs = Jobs(
-            *(functions, schedule, axis, params, batch),
+            functions,
+            schedule,
+            axis,
+            params,
+            batch,
             save=save,
             send=send,
             scatter=scatter,
@@ -175,8 +181,10 @@ def value(
     functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
+        # `save=None`: only the forward jobs run, so there are no gradients to return.
         jobs = Jobs(functions, schedule, axis, params, batch, save=None, send=send)
-        return _run(jobs, params, aux)[0]
+        loss_and_aux, _ = _run(jobs, params, aux)
+        return loss_and_aux
 
     return loss
 

@@ -28,8 +28,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax import jaxprs
 from parallax.collectives import types
 
-# These return their operand; at most its type changes, which says along which axes it varies. Such
-# a change of type cannot run outside of a map.
+# These return their operand; at most its type changes, which says along which mesh axes it varies.
+# Such a change of type cannot run outside of a `shard_map`.
 CASTS = frozenset({"copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary"})
 SMALL = 4096  # elements: the numbers of a larger array are not computed
 
@@ -146,8 +146,10 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
+        # No return: like other operations, the product is followed below if it keeps the shape.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
+        # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.
         is_kept = aval.shape == jaxprs.types(eqn.invars)[place].shape and not jaxprs.inner(eqn)
         is_chosen = name in ("mul", "select_n") and any(operand.is_number for operand in operands)
         return Terms(gathered=dim if is_kept and not is_chosen else None)
@@ -229,7 +231,8 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     """Returns the result of an equation on the stage `index`; each operand is a function from the
     index to a value."""
     values = [operand(index) for operand in operands]
-    # A cast has no effect on the value, and could not run here, outside of the map.
+    # These change at most the axes along which the operand is typed as varying, not its value. They
+    # cannot run here, outside of the `shard_map` that has these axes.
     if eqn.primitive.name in CASTS:
         return values[0]
     # The result is computed now: without this context, JAX could add the equation to a program that

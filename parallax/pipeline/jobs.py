@@ -17,11 +17,12 @@ An idle stage computes too, and its results are masked by `task.valid`, which is
 only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
-parameters (`params`); an activation as zeros (`x`); the number of this stage (`index`); the types
-of the arrays in slots (`saved` of F, `deferred` of I); zeros of the stage's own term of the loss
-and `aux`, the values to log (`terms`), and that term's cotangent (`seed`). These methods give the
-arguments of a job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a
-microbatch) and `finished` (the head's). `ends` are the parameters that are not in the blocks.
+parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
+activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
+of the stage's own term of the loss and of `aux`, the values to log (`terms`), and that term's
+cotangent (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays to
+differentiate, and the rest), `rows` (of a microbatch) and `finished` (the head's). `ends` are the
+parameters that are not in the blocks.
 """
 
 import copy
@@ -45,7 +46,7 @@ from parallax.pipeline.buffers import (
     masked,
     put,
     slots_for,
-    stacked,
+    stacked_zeros,
     taken,
     wide_zeros,
 )
@@ -101,14 +102,14 @@ class Carry(NamedTuple):
 class Jobs(Programs):
     """The jobs of one device, with the attributes of `Programs`."""
 
-    def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
+    def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
         """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
-        messages; `saved` and `deferred` are the numbers of slots for the arrays of F and of I."""
+        messages. The two counts are the numbers of slots for the arrays of F and of I."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
-        loss, of_head = self.programs["head"].out[0]
+        loss, aux = self.programs["head"].out[0]
 
-        # `wide_zeros` gives zeros of at least float32, and `stacked` zeros with new first dims.
+        # `wide_zeros` gives zeros of at least float32, and `stacked_zeros` zeros with more dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
             # of its results.
@@ -117,17 +118,20 @@ class Jobs(Programs):
         sums = Sums(
             loss=wide_zeros(loss),
             terms=jax.tree.map(wide_zeros, self.terms.loss),
-            of_head=stacked(of_head, M),
-            of_stages=stacked(self.terms.aux, M, v),
+            of_head=stacked_zeros(aux, M),
+            of_stages=stacked_zeros(self.terms.aux, M, v),
             ends=zeros(self.params.ends),
             blocks=zeros(self.params.blocks),
         )
-        slots = slots_for(self.saved, saved, self.axis)
-        return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
+        # Each array that varies over the stages gets slots; others are the same in each microbatch.
+        saved = slots_for(self.saved, saved_count, self.axis)
+        deferred = slots_for(self.deferred, deferred_count, self.axis)
+        return Carry(arrived, saved, deferred, sums)
 
     def after(self, carry: PyTree) -> "Jobs":
         """Returns these jobs with parameters that, on a CPU, wait until `carry` is computed. So no
-        collective of a job runs before the previous tick has ended."""
+        collective of a job runs before the previous tick has ended: on a CPU, two collectives that
+        run at once may meet in one rendezvous, which aborts the process (see `collectives.cpu`)."""
         jobs = copy.copy(self)
         # Only a collective that depends on nothing but the parameters could run too early;
         # `moves_early` says whether one of the user's functions has such a collective.
@@ -184,8 +188,9 @@ class Jobs(Programs):
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss.
-        # The gradients that `seed` adds on an idle stage are masked in `_with_gradients`.
+        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
+        # which is not masked. On an idle stage `seed` still adds to both results: the gradients are
+        # masked in `_with_gradients`, and no job reads that cotangent of x.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
@@ -210,11 +215,14 @@ class Jobs(Programs):
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # The gradients are added on all stages (`True`): from a cotangent of 0 they are 0.
+        # The gradients are added on all stages (`True`). Every stage runs `embed` on real rows, so
+        # its derivatives are finite, and a cotangent of 0 gives gradients of 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`, the last stage's output of a microbatch.
+        """Runs the head on `y`: on the last stage the model's output of a microbatch, on the others
+        any activation. There the cotangent is not used, and auxiliary values only if the stages
+        computed them together.
 
         Returns the cotangent of `y`, with which B begins, and the carry with the loss, the
         auxiliary values and the gradients added. If only the loss is needed, the cotangent is a

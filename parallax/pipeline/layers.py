@@ -56,15 +56,15 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
     stages.
 
-    The padding repeats a place's last layer, so that the padding's outputs are finite too. These
-    outputs are never used, so the padding's gradient is 0. An optimizer with weight decay still
-    changes the padding.
+    The padding repeats a place's last layer. `run_layers` drops its outputs by a `where`, so its
+    gradient is 0. The outputs must be finite all the same: behind the `where`, 0 times an infinite
+    derivative is NaN. An optimizer with weight decay still changes the padding.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not L.
     """
     table = checked(table)
-    longest, first = table.max(), _first(table)
+    longest, first = table.max(), _first(table)  # `first`: the number of each place's first layer
     # The number of the layer for each row of the result, [v, P, n]: places with fewer layers repeat
     # their last one.
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
@@ -180,8 +180,9 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
     """Returns blocks [v, L / v, ...] in the order that a schedule needs whose `placed` is
     `placement`. The given `blocks` are in the order of the model.
 
-    If the placement is looped, with chunk c of stage s at place c P + s, the blocks stay as they
-    are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
+    If the placement is looped, with chunk c of stage s at place c P + s, the blocks are returned as
+    they are, and their shapes are not checked. All schedules in lockstep are looped. Pad blocks of
+    uneven layers with `pad_layers` first.
 
     Raises:
         ValueError: the blocks have another number of chunks, or L is not a multiple of the number
@@ -200,7 +201,8 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
     """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
-    result is group `order[k]` of `blocks`. Raises `ValueError` for other shapes."""
+    result is group `order[k]` of `blocks`. Raises `ValueError` for other shapes, except if the
+    order stays the same: then nothing is checked."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
@@ -222,11 +224,12 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
     """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
-    has the values of all chunks, as in `Aux.stages`.
+    has the values that all chunks returned to log, one row for each place, as in `Aux.stages`.
 
-    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. On one
-    device with `unpipelined`, pass the axis `()` and a placement of one stage: then all chunks are
-    this stage's.
+    It is for `step.make(after_update=...)`, a function that may change this stage's blocks by these
+    values, such as the biases of experts by their loads. `placement` is the schedule's `placed`,
+    [v, P]. On one device with `unpipelined`, pass the axis `()` and a placement of one stage: then
+    all chunks are this stage's.
 
     Raises:
         ValueError: the placement and the axis have different numbers of stages, or the placement

@@ -37,7 +37,7 @@ from jaxtyping import Array
 
 from parallax._typing import PyTree
 from parallax.collectives.cpu import sequence_after
-from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
+from parallax.pipeline.buffers import chosen, masked, put, stacked_zeros, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, rows
 from parallax.schedule import LANES
@@ -142,22 +142,24 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. In
-    # a tick without a microbatch for them (-1) they run on microbatch 0, and no result is used.
-    # The head runs only in ticks with a microbatch, so for it the 0 has no effect. `stretches`,
-    # called above, needs the -1, so each -1 is replaced only here.
+    # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. If
+    # such a tick has no microbatch for them (-1), these two run on microbatch 0, and no result is
+    # used. The head runs only in ticks with a microbatch, so for it the 0 has no effect.
+    # `stretches`, called above, needs the -1, so each -1 is replaced only here.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
-    # The embedding runs one tick with F ahead, and before the loop for the first microbatch. In the
-    # last tick its result is not used.
+    # Each tick with F computes, at its end, the embedding for the next tick with F, so that the
+    # embedding's messages can overlap with the backward lanes. So each number moves to the tick
+    # with F before its own, and the first microbatch is embedded before the loop. The last tick
+    # with F has no next one: it embeds microbatch 0, and the result is not used.
     has_forward = (table.jobs["forward"] >= 0).any(axis=1)
     embedded = together["embed"][has_forward]
     together["embed"][has_forward] = np.append(embedded[1:], 0)
     table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
     # In lockstep, of all messages only the head's cotangents wait in slots.
-    from_head = stacked(moving, schedule.arrival_count)
+    from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved_count = int(table.saved["forward"].max()) + 1
     # `y`, the output of F in a tick, is None between ticks.

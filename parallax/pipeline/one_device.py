@@ -27,7 +27,7 @@ class Aux(NamedTuple):
 
     Attributes:
         head: the values of the head; None if it has none.
-        stages: the values of all chunks of layers, in the order of the model: [vP, ...] each.
+        stages: the values of all chunks of layers, in the order of the model: arrays [vP, ...].
     """
 
     head: PyTree
@@ -52,9 +52,9 @@ def unpipelined(
 
     With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
     order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
-    values, which are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk.
-    The layers then run in the order in which they are stored, which is the model's only if the
-    schedule's placement is looped.
+    values, which are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk,
+    at position c, so a stage that uses `position` needs the placement. The layers then run in the
+    order in which they are stored, which is the model's only if the schedule's placement is looped.
     """
 
     def loss(params, batch):
@@ -66,8 +66,7 @@ def unpipelined(
             # One entry for each place: [v, L / v, ...] -> [vP, L / (vP), ...].
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
-        # Unrolled: each place, or chunk without a placement, has its own parameters and auxiliary
-        # values.
+        # The parameters and the position of each place, or without a placement of each chunk.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)
@@ -83,9 +82,9 @@ def sequential(
     """Returns a loss function for one device that runs all layers as one stage, at position 0. A
     pipeline of these functions computes the same loss.
 
-    The blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
-    `aux` has the head's values, or is an `Aux` if the stage has some too; its `stages` are
-    [1, ...] each.
+    The blocks have no dim of chunks. If there are auxiliary values, the function returns
+    `(loss, aux)`. If the stage has auxiliary values, `aux` is an `Aux`, and the arrays of its
+    `stages` are [1, ...]. If only the head has some, `aux` is the head's values.
     """
 
     def loss(params, batch):

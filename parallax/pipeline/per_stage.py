@@ -15,7 +15,7 @@ of slots. Embed, head and embed_backward have one microbatch for all stages, suc
 `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
 the next: `carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients.
 `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
-carry. `jobs.index` is the number of this stage.
+carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is stage 0.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
@@ -41,7 +41,7 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 from parallax.grads.axes import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened
-from parallax.pipeline.buffers import masked, put, stacked, taken
+from parallax.pipeline.buffers import masked, put, stacked_zeros, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
@@ -76,14 +76,14 @@ def run(jobs: Jobs) -> Sums:
         table = forward_alone(table)  # only the ticks with F
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
-    slots = stacked(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry. No
+    slots = stacked_zeros(nothing_sent, schedule.arrival_count + 1)
+    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on it. No
     # tick reads those of the tick before, so between ticks they are None and take no memory.
     begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
-        parts[name] = _alone(name, part, jobs, carry, table)
+        parts[name] = _traced_alone(name, part, jobs, carry, table)
     # In their order within a tick.
     parts = {"embed": embed, **parts, "exchange": exchange, "head": head}
     if jobs.differentiates:
@@ -158,6 +158,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
+    # `_sent` gives this tick's message, `carry.arrived.sent`. The number ties it to the head's
+    # loop, so that XLA sends it on only in ticks in which the head runs.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -169,6 +171,7 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
     the first place, so the message of stage 0 is the cotangent of the embedding's output. The other
     stages use a cotangent of 0."""
+    # `_sent` gives this tick's message, `carry.arrived.sent`, tied to this part's loop.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -185,15 +188,17 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     return masked(microbatch >= 0, carry.arrived.sent)
 
 
-def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
+def _traced_alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
     """Returns `part`, a job that each stage runs alone, as a traced function. Raises `ValueError`
-    if the job has a collective that a stage cannot run alone. `name` is the job's lane."""
+    if the job has a collective that a stage cannot run alone. `name` is the part's name, such as
+    "forward"."""
     # In a trace only types matter, so the row of the first tick stands for all rows.
     row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
     # The row is typed as varying: `_if_runs` adds a loop index whose type varies over the stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
-    # A `Part` takes the jobs too; the traced function has them inside.
+    # The trace that was checked is also the one that runs, so nothing is traced twice. A `Part`
+    # takes the jobs too; the traced function has them inside.
     return lambda jobs, carry, row: traced(carry, row)
 
 

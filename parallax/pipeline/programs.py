@@ -330,13 +330,16 @@ class Programs:
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
-        self.counts: Counts = self.last  # unless the stages share the head, see below
+        # `finished` reads `counts`, so it gets its usual value first. If the stages share the head,
+        # the value changes below; the trace has only its type.
+        self.counts: Counts = self.last
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
         # If the loss is the same on all stages, they computed it together, and it is used on all.
         # `out[0]` is the type of the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
+        # Refuses a loss that sums over the stages what each computed from its own x.
         checks.head(self._head, self.axis)
 
     def _differentiable_stage(
@@ -350,13 +353,15 @@ class Programs:
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
         output = self._stage(params, x, given.rows, given.position, given.number)
+        # The output is the next stage's input, so it gets the type that all activations have.
         moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
         # Each stage has its own term of the loss, so the term is typed as varying, even if it is a
         # constant.
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:
-        """Traces F, and B or I and W, and sets `programs`, `saved`, `seed` and `deferred`.
+        """Traces F, and B or I and W, and adds them to `programs`. Sets `saved` and `seed`, which B
+        and I need, and `deferred`, which W needs.
 
         `save` makes of a stage's function one for the forward tick, which also returns the arrays
         to save, and one for the backward tick, which returns the transposed function (see save.py).
@@ -391,8 +396,10 @@ class Programs:
         # I and W are halves of the one jaxpr of B, so that no matmul is in both.
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
-        # The first half, I, returns the cotangents of x, `count` arrays, and then the arrays that W
-        # needs. Nobody reads the third field of these `Traced`, `used`, so it stays that of B.
+        # `split` cuts B: its first arguments, as many as `cotangents`, go only to I, and its first
+        # results, as many as `inputs`, come from I: the cotangents of x. I then returns the arrays
+        # that W needs. W takes B's other arguments and these arrays, and returns the gradients.
+        # Nobody reads the third field of these `Traced`, `used`, so it stays that of B.
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
         self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
         self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)

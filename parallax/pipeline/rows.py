@@ -56,6 +56,7 @@ def rows(schedule: Schedule) -> Row:
     # which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
     # `arrival` has the slots that jobs read, and `arriving` the slots that messages are written to.
+    # `arrival` is 0 for a job that needs no message, or for no job: what is read is not used.
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
     from_head = nowhere.copy()
@@ -78,7 +79,8 @@ def rows(schedule: Schedule) -> Row:
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
     def clipped(slots):
-        # An idle stage has the slot -1. It reads slot 0 instead, and its result is masked.
+        # In a lane that reads slots, an idle stage has the slot -1. It reads slot 0 instead, and
+        # its result is masked. In a lane that writes slots, it has a free slot, never -1.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
     together = {
@@ -106,6 +108,7 @@ def forward_alone(row: Row) -> Row:
 def distances(schedule: Schedule) -> list[int]:
     """Returns the distances over which the schedule sends messages, each once, in ascending order.
     A distance is a number of stages, counted forward around the ring of P stages. It is 0 for a
-    message that stays on its stage. The head's cotangents do not count."""
+    message that stays on its stage. The head's cotangents do not count: the head itself moves
+    them."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -119,7 +119,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         id(array): mesh.dotted(path)
         for tree in params
         for path, leaf in jax.tree.leaves_with_path(tree)
-        for array in _casts(leaf)
+        for array in _earlier_forms(leaf)
     }
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
@@ -137,11 +137,12 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         )
 
 
-def _casts(leaf: Any) -> Iterator[Any]:
+def _earlier_forms(leaf: Any) -> Iterator[Any]:
     """Yields a parameter, then the value from which it was cast or gathered, then the value from
     which that one was made, and so on, back to the first."""
     yield leaf
-    # A value that was computed from one operand counts as that operand in another form.
+    # Any operation with one operand is followed, not only a cast: a function that reads by closure
+    # the value from which a parameter was computed also goes around the first argument.
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
         yield leaf
