@@ -49,7 +49,9 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `linear` gives the result its name, and makes the backward pass use the algorithm of `axis`.
+    # `axis` may name an algorithm, such as a ring, that runs its collectives. JAX's own transpose
+    # would be `psum_scatter`; with `linear` the backward pass is `scatter`, which uses this
+    # algorithm. `linear` also gives the result its name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
@@ -84,7 +86,7 @@ def column(
     while it receives others.
 
     Raises:
-        ValueError: the weight has not one row for each input of the layer.
+        ValueError: the number of the weight's rows is not the number of inputs of `x`.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     # Without the function, all tokens are gathered before the product.

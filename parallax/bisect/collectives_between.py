@@ -8,8 +8,8 @@ A *body* is a record of a jaxpr and its place in the program: the body around it
 equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around it (`calls`, which
 tell apart several calls of one jaxpr), and the equation that makes each of its variables
 (`makers`). `jaxprs.inner(eqn)` returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the
-jaxpr of the function that an equation calls, or None. `jaxprs.every(jaxpr)` yields the equations of
-a jaxpr and of all jaxprs in it.
+jaxpr of the function that an equation calls, or None if it calls none. `jaxprs.every(jaxpr)` yields
+the equations of a jaxpr and of all jaxprs in it.
 """
 
 import itertools
@@ -174,7 +174,7 @@ class _SliceReader:
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
         """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
-        each with its body. The search goes on from these operands.
+        each with the body whose jaxpr it belongs to. The search goes on from these operands.
 
         There are three kinds of equations. A tap whose way is not LINEAR ends the search: it is
         collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
@@ -218,7 +218,8 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables on which `atom`, an input of `body`, depends, each with its body.
+        """Returns the variables on which `atom` depends. `atom` is an input of `body`. Each
+        variable is returned with the body whose jaxpr it belongs to.
 
         The list has the operand that the equation around `body` passes as `atom`. If `atom` is the
         carry of a `scan`, it also has the carry of the trip before, which is a result of `body`.
@@ -288,7 +289,7 @@ def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
 
 
 def _mesh(body: _Body | None) -> Any:
-    """Returns the mesh of the `shard_map` around a body, or None."""
+    """Returns the mesh of the `shard_map` around a body, or None if there is none."""
     while body is not None and body.eqn is not None:
         if body.eqn.primitive.name == "shard_map":
             return body.eqn.params["mesh"]
@@ -316,9 +317,9 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 def _caller(eqn: JaxprEqn) -> str:
     """Returns the text " in A for B": A is the source line that called a collective, and B is the
-    source line of the model that led to this call. A may be in the package itself, as in
-    `tensor.py`. If B is unknown or is the same line as A, the text is " in A". If A is unknown too,
-    the text is "".
+    source line of the model that led to this call. A may be in the package itself, for
+    example in `tensor.py`. If B is unknown or is the same line as A, the text is " in A". If A is
+    unknown too, the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
     # Files directly in the package's folder, such as tensor.py, are no models. Files in its folder
@@ -336,7 +337,7 @@ def _caller(eqn: JaxprEqn) -> str:
 
 def _short(file_name: str) -> str:
     """Returns a file's name without its folders. For a file of this package, the name includes the
-    package's folders, as in "parallax/zero.py"."""
+    package's folders: "parallax/zero.py", for example."""
     if file_name.startswith(_PACKAGE):
         return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
     return os.path.basename(file_name)

@@ -101,6 +101,7 @@ class Comparison(NamedTuple):
         )
 
 
+# A recorded run, or a function that `record` takes as its argument `run`.
 Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
@@ -153,10 +154,12 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     rounding error, multiplied by `times`. An error below the median counts as the median of all
     errors other than 0: with the many exact values, the median could be 0.
 
+    `compare(exact, run, bound=rounding(exact, rounded))` then compares a run of another layout in
+    low precision, and allows for rounding. Each run is a `Record` or a function, as in `compare`.
+
     Args:
         exact: a run in higher precision, on one device.
-        rounded: the same run in low precision, on one device. Then compare a run of another layout
-            in low precision with `exact`, under these bounds.
+        rounded: the same run in low precision, on one device.
         times: a factor, since another layout sums in another order, which rounds differently.
         options: the options of `record`.
     """

@@ -74,8 +74,9 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the shorter type to which the numbers seem to be rounded: the largest
-    relative error is at most the type's rounding error, and more than 1/16 of it."""
+    """Returns a text such as "rounded to bfloat16" if the wrong numbers seem to be the right ones,
+    rounded to a shorter type; else "". A type fits if the largest relative error of the wrong
+    numbers is at most the type's rounding error, and more than 1/16 of it."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
     # was not rounded.

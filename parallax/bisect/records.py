@@ -15,9 +15,9 @@ devices have terms of a sum; `varying`, the axes along which the value is typed 
 the axes that split each dim. In `terms` and `dims`, BATCH stands for all axes that split the rows
 of the batch.
 
-A `_Form` tells how the blocks form a value: `row_dim` is the dim of the batch's rows, or None;
-`dims` are the axes that split each dim. Devices have different blocks along `block_axes`, and terms
-of a sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
+A `_Form` tells how the blocks form a value: `row_dim` is the dim of the batch's rows, None if there
+is none; `dims` are the axes that split each dim. Devices have different blocks along `block_axes`,
+and terms of a sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
 """
 
 import dataclasses
@@ -470,6 +470,6 @@ def _of_array(leaf: Any) -> Value:
     for shard in leaf.addressable_shards:  # `shard.index` is the place of its block in the array
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
-        if block.dtype.kind in "fV":  # floating-point; V is a type that NumPy lacks, as bfloat16
+        if block.dtype.kind in "fV":  # floating-point; V: not NumPy's own, such as bfloat16
             off = max(off, relative(_as_float(first), _as_float(block)))
     return Value(whole, {"devices": off} if off > 0 else {})

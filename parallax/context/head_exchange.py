@@ -80,7 +80,8 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`.
+    """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`,
+    the number of devices.
 
     The number of copies must divide H / G, the number of query heads of a key head, so that each
     device gets the keys of its query heads. H / G copies always fit, since H is a multiple of n.

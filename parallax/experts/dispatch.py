@@ -227,13 +227,13 @@ class ragged:
     """Sends each token to its experts' devices in messages of exact length, by
     `lax.ragged_all_to_all`, and the results back.
 
-    A device has room to receive `capacity` times the mean, which is k T rows. With `math.inf` it
-    has room for the largest possible number of rows. Rows from device 0 come first, then rows from
+    A device has room for `capacity` times the mean load, which is k T rows. With `math.inf` it has
+    room for the largest possible number of rows. Rows from device 0 come first, then rows from
     device 1, and so on; rows beyond the room are dropped. XLA's CPU backend lacks this collective
     (jax #34755); TPUs and GPUs have it.
 
     Args:
-        capacity: the room of a device, as a multiple of the mean.
+        capacity: the number of rows that a device can receive, divided by the mean load, k T rows.
         move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
 
     Raises:

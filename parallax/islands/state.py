@@ -327,12 +327,12 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns arrays [islands, ...] from arrays [islands before, ...]: each new island has the
-        arrays of the old island that it continues."""
+        """Returns the arrays of the new islands, from those of the old ones. Each new island gets
+        the arrays of the old island that it continues. The first dim is that of the islands."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns zeros [islands, ...] in place of arrays [islands before, ...]."""
+        """Returns zeros in place of the old islands' arrays, with the new number of islands."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):

@@ -52,7 +52,7 @@ class Node(NamedTuple):
         eqn: the equation.
         inputs: the ids of the operands.
         outputs: the ids of the results.
-        sent: the collective that the operation is, or None.
+        sent: the collective that the operation is; None if it is none.
         scope: the place among functions and branches.
     """
 
@@ -196,7 +196,8 @@ class Flat:
     ) -> tuple[int, ...]:
         """Adds one operation whose results have the given `types`, and returns the results' ids.
 
-        `sent` is the collective that the operation is, or None; `scope` is where it stands.
+        `sent` is the collective that the operation is, or None if it is none. `scope` is the
+        place of the operation among functions and branches.
         """
         outputs = self._new_ids(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))

@@ -3,7 +3,7 @@
 A `Flat` program is a list of operations, its nodes. Its values (arrays) have ids, and functions
 take and return these ids. The `Dims` of a value have, for each dim, the axes that split it, the
 outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is the collective
-that a node is, or None.
+that a node is, or None if it is none.
 """
 
 from collections.abc import Sequence
@@ -90,9 +90,9 @@ def joined_axes(program: Flat, node: Node) -> frozenset[str]:
     """Returns the axes of the collective that an operation is; for a loop, those of all collectives
     in its body and its condition.
 
-    This library's `replicated` declares that a value is the same along its axes, as after a
-    collective over them. `program.ours` returns the jaxpr of a collective of this library, and
-    `sent_inside` yields the collectives in a jaxpr.
+    This library's `replicated` declares that a value is the same along its axes, for example
+    after a collective over them. `program.ours` returns the jaxpr of a collective of this library,
+    and `sent_inside` yields the collectives in a jaxpr.
     """
     if node.sent:
         return frozenset(node.sent.axes)

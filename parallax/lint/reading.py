@@ -10,8 +10,9 @@ says that it was made only of numbers written into the program, and `narrow` is 
 it was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
-that a node is, or None. A collective of this library is one equation, whose jaxpr `ours` returns.
-`map` is the `shard_map` around the operation, or None. `silent` is true while no mistake is noted.
+that a node is, or None if it is none. A collective of this library is one equation, whose jaxpr
+`ours` returns. `map` is the `shard_map` around the operation; outside any it is None. `silent` is
+true while no mistake is noted.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class Reading:
         findings: the mistakes so far.
         silent: true while no mistakes are noted, for example while a loop's body is read again and
             again until the facts about its carries no longer change.
-        map: the `shard_map` around the operation, or None.
+        map: the `shard_map` around the operation; None outside any.
         loops: the loops around the operation, the outermost first.
         predicates: the conditionals and `while` loops around the operation, each with the axes
             along which its predicate differs.
@@ -48,8 +49,8 @@ class Reading:
     """
 
     def __init__(self, *, narrow: bool):
-        """Begins a reading without findings. The keys of the last four dicts are made of `id(x)` of
-        jaxprs, equations, operations and programs."""
+        """Begins to read a program; there are no findings yet. The keys of the last four dicts are
+        made of `id(x)` of jaxprs, equations, operations and programs."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
         self.silent = False  # whether mistakes are not noted

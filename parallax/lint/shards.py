@@ -269,7 +269,7 @@ class ShardMap:
                 continue
             for value in node.inputs:
                 axes = known[value].differs & set(node.sent.axes)
-                # The arguments from which operations on single elements make the summed value.
+                # The arguments that the summed value is computed from by elementwise operations.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # If the devices train different models, as islands do, each should clip by its own
                 # norm. The sum is then made from weights too: arguments that differ along the axes.

@@ -102,8 +102,8 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand: an argument or constant
-    that reaches it unchanged, or None.
+    """Yields each `shard_map` of a program, with the value of each operand. The value is known
+    if it is an argument or a constant that reaches the `shard_map` unchanged; else it is None.
 
     A `shard_map` inside a call, such as that of `jit`, is found too.
     """

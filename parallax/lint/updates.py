@@ -201,10 +201,11 @@ def reductions(
 
 
 def origins(program: Flat, result: int) -> set[int]:
-    """Returns `result`, and the values from which operations on single elements make it.
+    """Returns `result`, and the values that it is computed from by elementwise operations.
 
-    Unlike in `elements`, the elements may be in another order, and may be fewer or more: slices and
-    concatenations count as such operations too. Values that are not full are left out.
+    Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
+    here. So, unlike in `elements`, the elements may be in another order, and may be fewer or more.
+    Values that are not full are left out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -293,7 +294,8 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         full = [operand for operand in inputs if _is_full(program, _uncast(program, operand))]
         if node and node.name in SCALED:  # casts, copies and changes of sign
             waiting += operands(node, value)
-        elif node and node.name in ("mul", "div") and len(full) == 1:  # the other is a scalar
+        elif node and node.name in ("mul", "div") and len(full) == 1:
+            # The other operand is a scalar. A quotient scalar / x counts as scaled, too.
             waiting += full
         elif node and node.name in ("select_n", CHOSEN):
             predicates.append(node.inputs[0])

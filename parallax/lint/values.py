@@ -83,15 +83,16 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A device's term of a reduction over a split dim.
+    """The fact that a value is a function of a device's term of a reduction over a split dim.
 
     Attributes:
-        node: the reduction.
-        aval: the type of its operand.
-        is_linear: whether the value is still a linear function of the term, so that a later sum
-            over devices completes the reduction.
+        node: the reduction that made the term.
+        aval: the type of the reduction's operand.
+        is_linear: whether the value is a linear function of the term, so that a later sum over
+            devices completes the reduction.
         is_peak: whether the reduction is a maximum or a minimum.
-        added: the operation that added a value that is the same on all devices, or None.
+        added: the operation that added another value, one that is the same on all devices, to the
+            term; None if there is none.
     """
 
     node: Any
@@ -132,7 +133,7 @@ class Value(NamedTuple):
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes along which the value is a device's term of a sum, each with its `Term`.
         shared: the axes along which the value was divided by the number of devices.
-        shard: the argument whose elements the value has, or None.
+        shard: the argument whose elements the value has; None if there is none.
         fed: the axes along which the value depends on a split batch, with no collective over them
             between the batch and the value.
         chosen: the axes for which the value depends on the device's index (`axis_index`).
@@ -273,7 +274,7 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """Returns the collective of an equation, or None.
+    """Returns the collective of an equation, or None if the equation itself is none.
 
     `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
     collectives are made of `ppermute`s, and the jaxpr does not name the kind. It is found by

@@ -81,7 +81,7 @@ def apply(
         x: the residual stream.
         heads: a function from the normalised stream to queries, keys and values by head.
         feed_forward: a function from the normalised stream to the array that is added to the
-            stream, already summed over the devices, and an auxiliary value or None.
+            stream, already summed over the devices, and an auxiliary value, None if there is none.
         dropped: a function `(y, site)` that returns `y` with dropout. Each site has its own masks:
             site 1 is after the attention, and site 2 after the feed-forward.
         epsilon: the epsilon of the norms.

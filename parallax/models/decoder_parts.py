@@ -78,8 +78,8 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks, [L, ...]
-    each, or None without any.
+    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks as arrays
+    [L, ...], or None if the blocks have none.
 
     `model` is a whole model, or a shard of it along `axis`. `batch` may be a tuple: the windows of
     T + 1 tokens, and the keys of dropout. `attend` is the attention function, and `comms` makes the
@@ -118,7 +118,8 @@ def loss(
     Args:
         parts: the functions of the family.
         model: the whole model, or a shard of it along `axis`.
-        batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout, [B] or None.
+        batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout [B]; without
+            dropout the keys are None.
             If it has weights, the loss of each target is multiplied by its weight, and the sum is
             still divided by the number of targets. Dropout depends only on a sequence's key, the
             layer and the head, so it is the same under every layout.
@@ -192,7 +193,9 @@ def stages(
     """Returns the three functions `(embed, stage, head)` of a decoder, for
     `pipeline.value_and_grad`.
 
-    For a microbatch `part`, `embed(model, part)` returns the input x of the first block.
+    A microbatch `part` is a `Batch`, or a tuple of its first fields. The fields are the windows
+    [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say to
+    which document each token belongs. `embed(model, part)` returns the input x of the first block.
     `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x, part)`
     returns the loss.
 
@@ -213,8 +216,7 @@ def stages(
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
     def embed_part(model, part):
-        """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
-        a tuple of its first fields.
+        """Returns the first block's input, [B, T shard, D], for the microbatch `part`.
 
         The vocabulary is split over `axis` and over the stages. Only the first stage uses x, so
         `sum_to_first` sums the stages' rows there.
@@ -225,6 +227,7 @@ def stages(
             model,
             windows[:, :-1],
             keys,
+            # Tokens that no target with a weight depends on may be outside the vocabulary.
             weights=weights,
             comms=comms_of_ends(),
             across=functools.partial(pipeline.sum_to_first, axis=stage_axis),
@@ -234,7 +237,7 @@ def stages(
         """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
         the order of the model.
 
-        `x` is the input, [B, T shard, D], and `part` the microbatch, as in `embed_part`.
+        `x` is the input, [B, T shard, D], and `part` the microbatch.
         """
         windows, keys, _, segments = Batch(*part)
         on_axis = comms(axis)
@@ -242,6 +245,7 @@ def stages(
             config,
             # The positions of the inputs; a window has one token more.
             positions=on_axis.context_tokens(positions(x, windows.shape[1] - 1), dim=0),
+            # The block calls `attend` through `comms`, which then also passes the segments.
             comms=_with_segments(on_axis, segments),
             attend=attend,
         )
@@ -257,9 +261,9 @@ def stages(
         )
 
     def head_of_part(model, x, part):
-        """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
-        last block's output `x`, [B, T shard, D]. `copy_from_last` gives the last stage's `x` to
-        all stages, since each stage computes a part of the head.
+        """Returns the mean cross-entropy of the microbatch `part`, from the last block's output
+        `x`, [B, T shard, D]. `copy_from_last` gives the last stage's `x` to all stages, since each
+        stage computes a part of the head.
         """
         windows, _, weights, _ = Batch(*part)
         return head(
@@ -295,7 +299,7 @@ def embed(
     `across`.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
-    of 0 in `weights`, as in padding: the loss does not depend on such a token.
+    of 0 in `weights`, for example in padding: the loss does not depend on such a token.
 
     Raises:
         ValueError: there are no tokens, or more per sequence than the model's context.

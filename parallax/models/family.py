@@ -71,10 +71,10 @@ class Family:
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
-            `axis`, an axis of `size` devices. `stage` is the axis of the stages, or None. With such
-            an axis, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per
-            stage, and splits dim 1 over the stages. For a configuration with experts the function
-            also takes `expert=`, the axis that splits the experts.
+            `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
+            pipeline. With such an axis, the rule is for a model whose blocks are [v, L / v, ...],
+            for v chunks per stage, and splits dim 1 over the stages. For a configuration with
+            experts the function also takes `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device. It is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
@@ -137,12 +137,12 @@ def run_blocks(
     program has the code of `unroll` layers, whatever L is.
 
     If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
-    losses and with their auxiliary values, [L, ...] each.
+    losses, and with their auxiliary values stacked to arrays [L, ...].
 
     Args:
         blocks: the blocks of the model, of a stage, or of one chunk.
         x: the input of the first block.
-        keys: a random key for each sequence, or None.
+        keys: a random key for each sequence; None: no dropout.
         apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
         first_layer: the place of the first block in the model.
         remat: wraps the function `(weights, x, layer) -> x`.

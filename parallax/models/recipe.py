@@ -54,8 +54,8 @@ from parallax.schedule import Schedule
 from parallax.trees import AnyMesh
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
-# A gradient is summed over these axes, except those along which its parameter is split, as the
-# experts are along "expert".
+# A gradient is summed over these axes, except those that split its parameter: "expert" splits the
+# experts.
 REDUCED_OVER = ("data", "expert", "context")
 MEAN_OVER = ("replica", *REDUCED_OVER)  # the loss is a mean over the devices of these axes
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -162,10 +162,11 @@ class Setup:
 
     @property
     def part_specs(self) -> zero.PartSpecs:
-        """The specs of three parts of the model: the weights outside the blocks (`ends`), a stage's
-        blocks, and one layer (`layer`).
+        """The parts of `specs` for the weights outside the blocks (`ends`), for a stage's blocks
+        (`stage`), and for one layer (`layer`). They name all axes that split the weights.
         """
         loops = loops_of(self.layout)  # the leading dims that one layer lacks
+        # Refuses specs that split one of these leading dims over `SHARDED_OVER`.
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
@@ -212,7 +213,9 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, sharded_over, setup.part_specs.ends)
     # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
-    # in 16 bits; inside the averages, so that these reduce float32.
+    # in 16 bits; inside the averages, so that these reduce float32. The sums over devices above
+    # (ZeRO-2's `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or
+    # wider too, whatever the type of the gradients.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     # Gradients that ZeRO-2 scattered above are not scattered again: here they are only divided, and
@@ -221,7 +224,8 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = zero.reduce_scattered(grad, reduced_over, setup.specs)
     else:
         # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
-        # count them n times.
+        # count them n times. Under ZeRO-3 the gradients of shares are summed already over the axes
+        # that split the parameters; `averaged` sums them over the other axes only.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, reduced_over, reduced=already_summed)
     # After the reductions above, so that under ZeRO only a device's share, 1/n of the bytes, goes
@@ -394,7 +398,8 @@ def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
     """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept: the `remat` of `compute`, else the policy that the layout's `remat` names.
+    are not kept. It is the `remat` of `compute`, or, if that is None, the policy that the layout's
+    `remat` asks for.
     """
     if compute.remat is not None:
         return compute.remat

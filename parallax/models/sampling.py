@@ -239,8 +239,8 @@ def sampled(
     move changes the position of every token in the window, and with it every key and value, so that
     none can be kept.
 
-    If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
-    tokens after it. No tokenizer decodes -1.
+    If a logit is nan, for example after an id outside the vocabulary, the token is -1, and so are
+    all tokens after it. No tokenizer decodes -1.
 
     Args:
         writer: the model, such as `Writer(functools.partial(family.logits, model), window,

@@ -244,8 +244,8 @@ def plan(
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
-            each. Along all other axes `jax.lax` moves the data, in the time of the fastest
-            algorithm on the simulated network of `hardware`.
+            each algorithm. Along all other axes `jax.lax` moves the data, in the time of the
+            fastest algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
             stands for the recipe's own choice, as in `has_kernel`: such a kernel on TPUs and GPUs,
             for the shapes and the precision that the kernel supports.

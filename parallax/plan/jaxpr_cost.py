@@ -368,8 +368,9 @@ class Reading:
 
     def _index(self, eqn: JaxprEqn) -> Value:
         """Returns the result of `axis_index`, a device's index on a mesh axis, or of
-        `platform_index`, by which a `cond` chooses the branch of a platform. The latter has, as its
-        `branch`, the number of the branch for the platform of this walk. Neither reads memory."""
+        `platform_index`, by which a `cond` chooses the branch of a platform. For `platform_index`,
+        the `branch` of the result is the number of the branch for the platform of this walk. No
+        memory is read for either."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -614,7 +615,7 @@ class Reading:
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
         # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
-        # one other loop, and so on, as was read from compiled steps.
+        # one other loop, and so on. These numbers were read from compiled steps.
         on_chip = self.habits.near // len(self.frames) if innermost else 0
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
         inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))

@@ -112,8 +112,8 @@ def stage_work(
 
 
 def _products(jaxpr: Jaxpr) -> int:
-    """Returns the operations of a program's matmuls, in all trips of its loops. A loop of unknown
-    length counts as one trip. A conditional counts all its branches."""
+    """Returns the number of floating-point operations of a program's matmuls, in all trips of its
+    loops. A loop of unknown length counts as one trip. A conditional counts all its branches."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in primitives.PRODUCTS:

@@ -110,9 +110,9 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Returns the bytes of the optimizer's state on a device, for parameters of `itemsize` bytes
-    each. The optimizer must act element by element. With ZeRO a device has the state of its
-    shares."""
+    """Returns the bytes of the optimizer's state on a device, if a number of the parameters has
+    `itemsize` bytes. The optimizer must act element by element. With ZeRO a device has the state of
+    its shares."""
     bytes_per_parameter, rest = _state(optimizer, itemsize)
     return (
         bytes_per_parameter

@@ -7,10 +7,11 @@ compiled, and the devices need not exist.
 The program is walked once. The operations of products and the bytes of messages equal those of the
 compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
 result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program; its `root` is the value before reshapes. A `Buffer` is the memory of a `Value`. A `Message`
-stands for all calls of one kind of collective with the same axes, result bytes and source line. A
-`Reading` walks the program: `emit` adds an operation, `hold` gives a value its buffer, and the
-fields sum up the operations and messages so far.
+program; its `root` is the value before reshapes, and `root.reads` has the buffers that it is
+computed from. A `Buffer` is the memory of a `Value`. A `Message` stands for all calls of one kind
+of collective with the same axes, result bytes and source line. A `Reading` walks the program:
+`emit` adds an operation, `hold` gives a value its buffer, and the fields sum up the operations and
+messages so far.
 """
 
 from collections import Counter
@@ -109,7 +110,7 @@ def trace(
     Raises:
         ValueError: the step is not mapped over `mesh`.
     """
-    plain = jax.tree.map(  # without shardings
+    plain = jax.tree.map(  # without shardings, which may have devices of another mesh
         _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
     closed = eqx.filter_make_jaxpr(step)(*plain)[0]
@@ -133,9 +134,9 @@ def trace(
     buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
     # Results with the donated buffers that they are written over, and the other results.
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
-    # Some backends copy donated arguments before results overwrite them (`habits`). The copies live
-    # from here until all results are written: the first `emit` makes them, and the second, after
-    # the results, reads them.
+    # Some backends copy a donated argument before a result overwrites it, if another result reads
+    # it (`root.reads`). The copies live from here until all results are written: the first `emit`
+    # makes them, and the second, after the results, reads them.
     copied = compiler_copies.of_arguments(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
@@ -148,6 +149,7 @@ def trace(
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
         buffer.fixed = True
+    # `early`: on some backends a loop's results have memory from the start of the program on.
     peak = liveness.peak(reading.frames[0].operations, outputs, early=habits.early)
     found = Trace(
         mesh=dict(mesh.shape),

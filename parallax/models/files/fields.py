@@ -132,7 +132,7 @@ WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 @dataclass(frozen=True)
 class Fields:
-    """The table of a family's `config.json`.
+    """The fields that the `config.json` of a family of models may have, and the supported values.
 
     Args:
         model_type: the family's name in the file.

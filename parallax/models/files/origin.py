@@ -40,8 +40,8 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the origin of a model in `folder`. `fields` are those of its `config.json`, as in
-        the attribute `fields`. Raises `ValueError` for damaged JSON.
+        """Returns the origin of a model in `folder`, whose attribute `fields` is the argument
+        `fields`. Raises `ValueError` for damaged JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)

@@ -194,7 +194,8 @@ def opened(
     """Returns the tensors of all files, by their names without `prefix`. Tensors whose names match
     the regular expression `no_weights` are left out, such as the causal masks that old files store.
 
-    The files stay open until `stack` closes. `index` is the file that lists them, or None.
+    The files stay open until `stack` closes. `index` is the file that lists them; None: there is
+    no such file.
 
     Raises:
         ValueError: a file is not a whole safetensors file; a tensor is there twice; or a file does
@@ -250,9 +251,9 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuses weights that were saved with another configuration than the one in `config`, as after
-    a copy that was interrupted. The metadata of a file has the configuration's fingerprint; files
-    of other programs have none.
+    """Refuses weights that were saved with another configuration than that of the file `config`.
+    An interrupted copy may leave such weights. The metadata of a file has the configuration's
+    fingerprint; files of other programs have none.
     """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)

@@ -67,7 +67,8 @@ def block(
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
-        """Returns the sum to add to the stream, and the router's statistics or None."""
+        """Returns the sum to add to the stream, and the router's statistics, None without
+        experts."""
         if isinstance(weights.mlp, MLP):
             return fed_forward(weights.mlp, y, comms), None
         return mixed(weights.mlp, y, config, comms)
@@ -99,7 +100,7 @@ PARTS = decoder_parts.DecoderParts("llama", layer=_layer)
 loss = functools.partial(decoder_parts.loss, PARTS, attend=grouped)
 """`decoder_parts.loss` of a Llama, which has no dropout."""
 loss_and_statistics = functools.partial(decoder_parts.loss_and_aux, PARTS, attend=grouped)
-"""`loss` and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
+"""`loss`, and the `experts.Statistics` of all layers as arrays [L, ...]; None without experts."""
 logits = functools.partial(decoder_parts.logits, PARTS, attend=grouped)
 """`decoder_parts.logits` of a Llama."""
 stages = functools.partial(decoder_parts.stages, PARTS)
@@ -146,8 +147,8 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
 ]:
     """Returns this device's heads of queries, and of the keys and values that they attend to.
-    Queries and keys are normalised, if the model has norms of heads, and then `rotated` by the
-    angles of their positions.
+    Queries and keys are normalised head by head, if the model has norms for them, and then
+    `rotated` by the angles of their positions.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -199,7 +200,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
-    """Returns the cosine and the sine, [T, K / 2] each, of the angle by which each pair of numbers
+    """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
     of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
 
     Pair i of K / 2 turns by position * theta^(-2i/K). For pairs that turn slowly, `config.scaling`

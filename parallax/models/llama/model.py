@@ -6,8 +6,8 @@ leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stor
 attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
-(arXiv 2407.21783); for biases and norms of heads the Qwen2 and Qwen3 technical reports (arXiv
-2407.10671, 2505.09388).
+(arXiv 2407.21783); for biases, and for norms of queries and keys, the Qwen2 and Qwen3 technical
+reports (arXiv 2407.10671, 2505.09388).
 """
 
 import functools
@@ -156,7 +156,8 @@ class Llama(eqx.Module):
             return Linear(normal(L, D, heads, K), bias)
 
         def head_norm():
-            """Returns new norms of heads, or `()` if the model has none."""
+            """Returns a new norm that is applied to each head of the queries or the keys, or `()`
+            if the model has no such norms."""
             return Norm(ones((L, K))) if config.head_norms else ()
 
         self.config = config

@@ -50,7 +50,8 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # `config.json` has no fields for biases and norms of heads: the kind of the model implies them.
+    # `config.json` has no fields for biases, or for norms of queries and keys: the kind of the
+    # model implies them.
     # `MAKES` maps such a field of `Config` to the kind that has it. It also maps `experts`, but the
     # file itself has the number of experts.
     options: dict[str, Any] = {
@@ -64,10 +65,10 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
-    A model with biases is saved as a Qwen 2, one with norms of heads as a Qwen 3, and one with
-    experts as a Mixtral. Any other is saved as a Llama. The weights of the auxiliary losses are not
-    saved: they belong to the training, and the field of Mixtral's `config.json` for such a weight
-    belongs to a loss that is defined differently.
+    A model with biases is saved as a Qwen 2, a model with norms of queries and keys as a Qwen 3,
+    and a model with experts as a Mixtral. Any other is saved as a Llama. The weights of the
+    auxiliary losses are not saved: they belong to the training, and the field of Mixtral's
+    `config.json` for such a weight belongs to a loss that is defined differently.
 
     Returns a message that says what the folder now holds, as `gpt2.save` does.
 
@@ -75,8 +76,8 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
         ImportError: the extra `hub` is not installed.
         OSError: the folder could not be written; its old files are unchanged.
         ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has more than one of these: biases, norms of heads, experts; or it has a
-            shared expert, which none of the four kinds has.
+            the model has more than one of these: biases, norms of queries and keys, experts; or it
+            has a shared expert, which none of the four kinds has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
