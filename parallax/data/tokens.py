@@ -169,9 +169,10 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
-            f"but every second one is {upper} or less, and the largest of the others is {high}: "
-            "the file seems to have twice as many bytes per token. Write it again by data.write, "
-            "which stores the type of a token in a record."
+            f"but every second one is {upper} or less, and the largest of the others is {high}. "
+            "They seem to be the two halves of longer tokens, so the file seems to have twice as "
+            "many bytes per token. Write it again by data.write, which stores the type of a token "
+            "in a record."
         )
 
 
