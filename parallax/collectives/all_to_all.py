@@ -35,8 +35,9 @@ def straight(n: int) -> Route:
 
     Each hop has a different distance, so the hops cannot be a loop, and the program grows with n.
     """
-    # {k: [k]} sends the block of the device that is k places further on straight there. Each hop is
-    # a round of its own: one round of all hops would need n - 1 links at a time.
+    # (n,): the devices form a box of one dim, a row of n. {k: [k]} sends the block of the device
+    # that is k places further on straight there. Each hop is a round of its own: one round of all
+    # hops would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 
@@ -50,6 +51,8 @@ def _messages(size, n, itemsize):
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
 
+# This is the all-to-all of the algorithm `ring`, so users call it as `ring.all_to_all`: that is its
+# name in errors and reports. `cost` gets its rounds from `_messages`.
 @priced(_messages, "ring.all_to_all")
 def all_to_all(
     x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False
@@ -110,13 +113,15 @@ def _exchange(blocks, axis_name):
     # `received` starts as `blocks`: the own block is in its place, and the others are overwritten.
     received = blocks
     for sends in route.rounds:
-        # `straight` sends one block per message: the block of the device that is `offset` away.
+        # `straight` sends one block per message, to its owner: `step` and `offset` are the same
+        # point (k,), for the device that is k places further on.
         for step, (offset,) in sends.items():
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
-            # The sender is the device that has this one at `offset`: it is at `-offset` from here,
-            # which is the place of offset 0 (`home`) after a hop of `offset`.
+            # This device also receives a message. Its sender is `offset` places before this device,
+            # at -`offset`. `device_at` takes no negative number, so `offset_after` computes
+            # `home` - `offset`, that is 0 - `offset`, modulo n.
             source = route.device_at(me, route.offset_after(route.home, offset))
             received = lax.dynamic_update_index_in_dim(received, message, source, 0)
     return received

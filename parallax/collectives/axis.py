@@ -204,19 +204,24 @@ def combined_axis(*parts: AxisLike) -> Axis:
 
     If all have the same algorithm, their devices form one row-major group, in which the first axis
     varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one axis
-    after the other, in the order that `Axis.of` states. A part without a name, `()`, is left out.
-    If no part has a name, the result is `Axis(())`, the axis of one device.
+    after the other: it reduces and scatters from the first to the last, and gathers from the last
+    to the first. A part without a name, `()`, is left out. If no part has a name, the result is
+    `Axis(())`, the axis of one device.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
     # One collective over a product of axes needs fewer messages than one for each axis.
     names = tuple(name for axis in named for name in axes(axis.names))
+    # Without a name, the algorithm is the default: `xla`, the collectives of `jax.lax`.
     return Axis(names, named[0].algorithm if named else xla)
 
 
 def _in_order(parts: list[Axis]) -> Axis:
-    """Returns an axis whose collectives work along one part after the other, as `Axis.of` states.
+    """Returns an axis whose collectives work along one part after the other.
+
+    They reduce and scatter from the first part to the last, and gather from the last to the first,
+    as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all axes of the parts, or only some of them.
     `_groups` joins neighbouring axes that have the same algorithm. Then the groups work one after
@@ -267,6 +272,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     name = " then ".join(part.algorithm.name for part in parts)
+    # An all-to-all along one part after the other would also have to reorder the blocks: no code
+    # here does that.
     no_all_to_all = refused(name, "all_to_all", "one algorithm for all axes, such as ring(names)")
     names = tuple(name for part in parts for name in axes(part.names))
     return Axis(names, Algorithm(name, all_reduce, reduce_scatter, all_gather, no_all_to_all))

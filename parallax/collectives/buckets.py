@@ -39,8 +39,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. A
     leaf that JAX types as `unreduced` or `reduced` along an axis has its own bucket, and so has a
     leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
-    ring need not copy it again. With `quantized`, numbers of neighbouring leaves share a scale. So
-    reduce a loss apart from the gradients: its magnitude would spoil their accuracy.
+    ring need not copy it again. The int8 algorithm `quantized` rounds a block of neighbouring
+    numbers by one scale, and in a bucket a block may hold numbers of two leaves. So reduce a loss
+    apart from the gradients: its magnitude would spoil their accuracy.
 
     Args:
         axis: the axis, or its name. Its other collectives stay as they are.

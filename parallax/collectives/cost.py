@@ -157,8 +157,14 @@ def of_leaves(
 def rounds(
     collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
 ) -> Sequence[Round]:
-    """Returns the rounds of a call of `collective`, with the arguments and errors of `of`."""
-    # If nested partials set one option, the value of the outer partial counts.
+    """Returns the rounds of a call of `collective`, with the arguments and errors of `of`.
+
+    `nbytes` counts the bytes of the argument on one device (for an all-gather, of one block), and
+    `itemsize` those of a number. `n` is the number of devices on the axis, or on each of several
+    axes.
+    """
+    # If nested partials set one option, the value of the outer partial counts. All options that
+    # change the rounds are keywords, so a partial's positional arguments are left out.
     function, options = collective, {}
     while isinstance(function, functools.partial):
         function, options = function.func, function.keywords | options
@@ -172,7 +178,8 @@ def rounds(
             f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
             "itemsize=..., the bytes of a number of the array."
         )
-    # A sorted tuple can be a key of the cache. The name of an axis does not change the rounds.
+    # A sorted tuple can be a key of the cache of `_rounds`. The name of an axis does not change the
+    # rounds.
     options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
 
@@ -181,8 +188,9 @@ def rounds(
 def _rounds(function, size, n, itemsize, options):
     """Returns the rounds of a priced function, without empty rounds, and with equal ones joined.
 
-    `options` are the function's options, as (name, value) pairs in a tuple: the cache of these
-    rounds needs arguments that can be hashed.
+    They are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the number of
+    devices on the axis, or on each of several axes. `options` are the function's options, as
+    (name, value) pairs in a tuple: the cache of these rounds needs arguments that can be hashed.
     """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
@@ -215,7 +223,9 @@ def total(rounds: Iterable[Round]) -> Cost:
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
         pieces = sum(message.pieces for message in messages)
-        # In the order of `Cost`'s fields. The links work at once, so the largest message counts.
+        # In the order of `Cost`'s fields: hops, bytes, sent, messages, reduced, chain. The links
+        # work at once, so the largest message counts as `bytes`. Each piece of a message is a
+        # permute of its own, so `messages` counts pieces.
         counts = 1, max(sizes), sum(sizes), pieces, reduced, int(waits)
         cost += times * np.array(counts, object)
     return Cost(*cost)

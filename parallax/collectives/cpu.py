@@ -60,8 +60,8 @@ def _can_wait(leaf) -> bool:
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     """Returns the arrays `x`, each selected by a condition that is computed from `after`.
 
-    The condition is always true, but no compiler can prove that, so `x` waits for `after`. An
-    optimization barrier would not help: the CPU's compiler removes it.
+    The condition is always true, but XLA does not replace it by a constant, so `x` waits for
+    `after`. An optimization barrier would not help: the CPU's compiler removes it.
     """
     # One number of each array that is waited for makes the condition depend on it.
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
@@ -92,15 +92,19 @@ def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     time. But it stores the result of a loop in memory, and all operations read it there. This costs
     two or three passes over `x`.
     """
-    # Two trips, since XLA replaces a loop of one trip by its body. The second trip writes `x`.
+    # `x` is an operand of the loop, so XLA computes it before the loop. Two trips, since XLA
+    # replaces a loop of one trip by its body. Only the second trip writes `x`: XLA could replace a
+    # loop whose trips all return `x` by `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
 def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x` after a loop that keeps XLA from fusing the last write of `x` with a later use.
+    """Returns `x`, an array that was written block by block. A loop keeps XLA from fusing the last
+    write with the operation that uses `x`.
 
-    If XLA fused them, it could round the numbers of this last write differently from the other
-    numbers of `x`. The loop only writes the first number of `x` again.
+    If XLA fused them, it could round the numbers of the last block differently from the other
+    numbers of `x`. The loop only writes the first number of `x` again, so it is cheaper than
+    `pin_bits_by_loop`.
     """
     if not x.size:  # no number to write
         return x

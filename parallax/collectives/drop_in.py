@@ -1,6 +1,8 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
-This file adds the dims, options, replication types and errors of `lax`'s functions.
+This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter
+and the gather, a pair `Slices`, work along one dim of one array. Both keep this dim: a scatter
+makes it n times shorter, a gather n times longer.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
 along a dim. Without `tiled` a scatter drops a dim of size n, and a gather adds one.
@@ -44,7 +46,8 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
-    The transpose is `slices.gather`.
+    The transpose is `slices.gather`. Both keep the dim along which they cut or join; so if not
+    `tiled`, the dim is dropped after the scatter, and added before the gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
@@ -66,9 +69,11 @@ def reduce_scatter_leaf(
 def all_gather_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, axis: int, tiled: bool, to: str = "varying"
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.all_gather` of one array, computed by `slices`.
+    """Returns `lax.all_gather` of one array, of numbers or random keys.
 
-    `to` is the type of the result along the axis, in the words of `lax.pcast`.
+    It is computed by `slices.gather`, and its transpose by `slices.scatter`. Both keep the dim
+    along which they join or cut; so if not `tiled`, the dim is added before the gather, and dropped
+    after the scatter. `to` is the type of the result along the axis, in the words of `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
@@ -97,7 +102,8 @@ def all_gather_leaf(
         gathered array along the axis.
         """
         # An invariant result has the whole cotangent on each device, so a device takes its slice.
-        # Otherwise the devices have different cotangents, and their sum is scattered.
+        # Otherwise each device has a cotangent of its own, and their sum is scattered. (The
+        # cotangent of a "reduced" result is unreduced: each device has one term of it.)
         if to == "invarying":
             start = axis_index(axis_name) * length
             local = lax.dynamic_slice_in_dim(cotangent, start, length, dim)

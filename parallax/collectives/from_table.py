@@ -50,9 +50,10 @@ def algorithm(
 
     Its functions work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on trees of any
     dtype and shape, with the same replication types and derivatives. They work along one axis or
-    several. For an input of S bytes on each device, a device sends (n - 1)/n S in a
-    reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce, which pads an
-    array if needed. The transpose of an all-reduce is free.
+    several. In every table a device sends n - 1 blocks. So for an input of S bytes on each device,
+    it sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
+    all-reduce, which pads an array if its blocks would not be equal. The transpose of an all-reduce
+    sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
     reduce-scatter also does so if a leaf lacks the dim `scatter_dimension`, or if n blocks cannot
@@ -213,7 +214,8 @@ def messages(
         added: for each table, the bytes of numbers that a device adds for each arriving block; by
             default it adds none.
     """
-    # After each round, the longest chain of dependent messages so far, over all tables.
+    # After each round: the number of messages so far that had to wait for each other, one after
+    # another. It is that of the table with the most.
     longest = [0, *map(max, zip(*(route.hops(back=back) for route in routes), strict=True))]
     sends_by_round = list(zip(*(route.rounds for route in routes), strict=True))
     rounds = []
@@ -227,7 +229,8 @@ def messages(
                 pieces = pieces_of(count, nbytes[table])
                 in_round.append(Message(nbytes[table] * count, distance, pieces))
                 reduced += added[table] * count if added else 0
-        # If the longest chain stays as long, the messages do not depend on the round before.
+        # A round waits if it makes the number in `longest` larger. Any other round adds no hop to a
+        # program that sends each message as soon as its blocks have arrived.
         waits = longest[number + 1] > longest[number]
         rounds.append(Round(times=1, messages=tuple(in_round), reduced=reduced, waits=waits))
     return rounds
@@ -241,8 +244,9 @@ def _unchanged(cotangent):
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns `lax.psum` of the tree `x`, computed leaf by leaf by `total(leaf, axis_name)`.
 
-    `total` takes a varying array, and must return the same bits on every device. The transpose is
-    free: the result is the same on all devices, so its cotangent is too, and is returned unchanged.
+    `total` takes a varying array, and must return the same bits on every device. The transpose
+    sends nothing: the result is the same on all devices, so its cotangent is too, and is returned
+    unchanged.
     """
 
     def leaf(x):

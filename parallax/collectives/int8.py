@@ -82,9 +82,11 @@ def _exact_below_a_block(
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
-    For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`. `n` is a number of devices, or a tuple
-    with the number on each of several axes; `sent` gets the number of all devices.
+    The function takes (size, n, itemsize): each device has an array of `size` numbers, which have
+    `itemsize` bytes before they are quantised. `n` is a number of devices, or a tuple with the
+    number on each of several axes. For an array of one block or more, the result is
+    `sent(size, number of all devices, itemsize, block_size)`. A shorter array is sent by the
+    collective `exact`, so its rounds are those of `exact`.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -98,7 +100,8 @@ def _exact_below_a_block(
 def _scatters(size, n, itemsize, block_size):
     """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
 
-    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised.
+    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised;
+    the bytes of an exponent depend on it.
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
@@ -108,10 +111,12 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of messages of a ring all-gather, in which each part has `size` numbers.
+    """Returns the rounds of messages of a ring all-gather over n devices, each with `size` numbers.
 
     `itemsize` is the bytes of a number before it is quantised.
     """
+    # A ring passes on the bytes as they arrive, so nothing is rounded again on the way. Its table
+    # is that of a reduce-scatter: a gather runs it backwards (`back`).
     return messages([ring.table(n)], [_nbytes(size, itemsize, block_size)], back=True)
 
 
@@ -133,7 +138,7 @@ def _nbytes(size, itemsize, block_size):
 
     `itemsize` is the bytes of a number before it is quantised.
     """
-    # The exponents of float64 need two bytes: see `_code`.
+    # The exponents of float64 need two bytes: see `_exponent_dtype`.
     exponent = 2 if itemsize == 8 else 1
     return size + -(-size // block_size) * exponent
 
@@ -144,10 +149,11 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
 
     It works like `lax.psum`.
 
-    The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, and A is the largest in the sum's block.
     The flattened leaf is padded to a multiple of n numbers; blocks are cut from each of its n
-    parts.
+    parts. The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i
+    is the largest magnitude in the number's block on device i, and A is the largest in the same
+    block of the sum. The float additions, and the cast of the sum to 16 bits if `x` has 16, add
+    their own rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -182,7 +188,8 @@ def quantized_reduce_scatter(
 
     The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
     largest magnitude in the number's block of `block_size` numbers on device i. This device's own
-    term is added exactly. The transpose is `quantized_all_gather`.
+    term is not quantised. The float additions, and the cast of the sum to 16 bits if `x` has 16,
+    add their own rounding. The transpose is `quantized_all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
@@ -270,7 +277,10 @@ class ErrorFeedback:
         return jax.tree.map(leaf, x)
 
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
-        """Returns `quantized.all_reduce` of `x + error`, and this device's new error."""
+        """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
+
+        `error` is `initial(x)`, or the new error that the call before returned.
+        """
         axis_name = self.axis_name
 
         def leaf(x, error):
@@ -283,6 +293,7 @@ class ErrorFeedback:
         def exact(x, error):
             return ring.all_reduce(x, axis_name), error
 
+        # The pairs (result, error) become two trees with the structure of `x`.
         return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
     def reduce_scatter(
@@ -290,7 +301,8 @@ class ErrorFeedback:
     ) -> tuple[Tree, PyTree]:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
-        If `x` has 16 bits, the error includes the rounding of the result to 16 bits.
+        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
+        the new error includes the rounding of the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
@@ -301,19 +313,21 @@ class ErrorFeedback:
             # `_with` adds the error of the call before. The parts of the devices are [n, ...].
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             # The sum of this device's part, and the errors of its terms for all parts, [n, size].
-            total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
+            total, errors = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
+            # `_finite` makes an infinity or NaN 0: it would be added in every later call.
             result_error = _finite(total - result.astype(total.dtype))
             # The own part was not quantised: its only error is the rounding to the result's dtype.
-            error = jnp.where(_is_local(error, axis_name), result_error, error)
-            error = drop_in.merge_blocks(error.reshape(parts.shape), dim, tiled)
-            return result.reshape(parts.shape[1:]), error[None]
+            errors = jnp.where(_is_local(errors, axis_name), result_error, errors)
+            new_error = drop_in.merge_blocks(errors.reshape(parts.shape), dim, tiled)
+            return result.reshape(parts.shape[1:]), new_error[None]
 
         # Without rounding there is no new error: the old one stays 0.
         def exact(x, error):
             options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
             return ring.reduce_scatter(x, axis_name, **options), error
 
+        # The pairs (result, error) become two trees with the structure of `x`.
         return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
 
@@ -335,7 +349,7 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
     rounded = jnp.clip(jnp.round(scaled), -LARGEST, LARGEST)
     integers = jnp.where(finite[..., None], rounded, jnp.zeros_like(scaled)).astype(jnp.int8)
     integers = integers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
-    code = _code(x.dtype)
+    code = _exponent_dtype(x.dtype)
     # The smallest code marks a block that is not finite.
     codes = jnp.where(finite, exponent, jnp.iinfo(code).min).astype(code)
     code_bytes = lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)
@@ -349,7 +363,7 @@ def dequantize(
 
     The numbers are integers times powers of two, or NaN in a block that was not finite.
     """
-    code = _code(dtype)
+    code = _exponent_dtype(dtype)
     # The first `size` bytes are the integers; the exponents, one per block, follow.
     exponents = message[..., size:]
     # A bitcast joins the last dim, the two bytes of an int16, into one number.
@@ -394,6 +408,7 @@ def _slices(block_size):
 
     def gathered(x, dim, axis_name):
         """Returns all devices' rounded `x`, joined along `dim`."""
+        # `_widened` casts to float32 or wider: float16 has no scale for small numbers.
         blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
         # True: the blocks are joined along the existing dim.
         return drop_in.merge_blocks(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
@@ -444,8 +459,9 @@ def _is_local(parts, axis_name):
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
-    `quantized_leaf` gets the floating-point leaves that have `block_size` numbers or more. `more`
-    are trees like `x`: both functions also get the same leaf of each of these.
+    Both are functions. `quantized_leaf` gets the floating-point leaves that have `block_size`
+    numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm) have few bytes
+    to save. `more` are trees like `x`: both functions also get the same leaf of each.
     """
     if block_size < 1:
         raise ValueError(
@@ -495,10 +511,11 @@ def _power_of_two(exponent, dtype):
     return jnp.ldexp(jnp.ones((), dtype), exponent)
 
 
-def _code(dtype):
-    """Returns the integer dtype that holds the exponents of `dtype`; its smallest value means NaN.
+def _exponent_dtype(dtype):
+    """Returns the integer dtype for the exponents of the scales of blocks of `dtype`.
 
-    The exponents of float64, up to 1024, need 16 bits. Those of the other float types fit in 8.
+    `quantize` makes these exponents: from `minexp` to `maxexp` - 7. In float32 they run from -126
+    to 121, which int8 holds, and -128 is left to mean NaN. Those of float64 need 16 bits.
     """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
@@ -517,6 +534,8 @@ def _wide(dtype):
 
 
 def _widened(x):
+    """Returns floats as float32 or wider: float16 has no power of two small enough to be the scale
+    of small numbers, and sums in 16 bits are less accurate."""
     return x.astype(_wide(x.dtype))
 
 

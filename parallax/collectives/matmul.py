@@ -52,29 +52,30 @@ def _from_both_sides(n: int) -> Route:
 
     The devices form a ring. The farthest blocks start first. A gather runs the table backwards.
     """
-    # A round is {step: offsets}: the blocks of the devices `offsets` places further on go `step`
-    # places on.
+    # A table is a list of rounds {step: offsets}: the blocks of the devices `offsets` places
+    # further on go `step` places on. With step 1 the block at offset h arrives at offset h - 1. The
+    # receiver adds its term, and sends the block on in the next round: so h falls.
     rounds = []
     for h in range(n // 2, 0, -1):
         # The device n - h places further on is h places back. The opposite device is equally far on
         # both sides: its block goes one way only.
         rounds.append({1: [h], -1: [n - h]} if 2 * h < n else {1: [h]})
-    return Route((n,), rounds)
+    return Route((n,), rounds)  # (n,): a box of one dim, with n devices
 
 
-def _gathered(size, n, itemsize):
+def _rounds_of_gather(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
     `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one device's `x`. `messages` gives the rounds of a table for blocks of so many
-    # bytes; with `back` the table runs backwards, as a gather.
+    # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
+    # bytes of a block; with `back` the tables run backwards, as a gather.
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
-@priced(_gathered, "all_gather_matmul")
+@priced(_rounds_of_gather, "all_gather_matmul")
 def all_gather_matmul(
     x: Inexact[Array, "*batch inputs"],
     weight: Inexact[Array, "inputs *outputs_shard"],
@@ -107,7 +108,7 @@ def all_gather_matmul(
     return _all_gather_matmul(*_alike(x, weight, axis_name), axis_name, axis)
 
 
-def _reduced(size, n, itemsize):
+def _rounds_of_scatter(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
     `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
@@ -119,7 +120,7 @@ def _reduced(size, n, itemsize):
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 
 
-@priced(_reduced, "matmul_reduce_scatter")
+@priced(_rounds_of_scatter, "matmul_reduce_scatter")
 def matmul_reduce_scatter(
     x: Inexact[Array, "*batch_and_inputs_shard"],
     weight: Inexact[Array, "*inputs_shard outputs"],
@@ -158,6 +159,8 @@ def matmul_reduce_scatter(
     check_divides(
         "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), tiled=True
     )
+    # `_alike` gives both operands the same varying axes. It is outside of the custom derivative, so
+    # JAX transposes it: the gradient of each operand is summed over the axes that were added.
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
 
@@ -193,7 +196,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     """
     x, weight = residuals
     # Without the barrier XLA would reuse the forward pass's blocks of `x`, and so keep all of these
-    # blocks between the two passes.
+    # blocks between the two passes. The cotangent is in it too: so the second gather of `x` cannot
+    # begin before the backward pass, which computes the cotangent.
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
@@ -263,14 +267,17 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
-    The device's own `x` is visited first, then the other devices', the nearest on both sides first.
+    The device's own `x` is visited first, then the other devices', the nearest on both sides first:
+    a gather runs the table backwards.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
         return visit(carry, j, block)
 
+    # A table is a list of rounds of messages.
     table = _from_both_sides(axis_size(axis_name))
-    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
+    # `unrolled` is the most hops that are written out instead of run as a loop. It is infinite: XLA
+    # overlaps products with messages only outside loops.
     return gather([table], [x], write, carry, axis_name, unrolled=math.inf)
 
 
@@ -284,7 +291,8 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
         return product(j)
 
     table = _from_both_sides(axis_size(axis_name))
-    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
+    # `unrolled` is the most hops that are written out instead of run as a loop. It is infinite: XLA
+    # overlaps products with messages only outside loops.
     (total,) = scatter([table], term, axis_name, unrolled=math.inf)
     return total
 
@@ -292,8 +300,9 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 def _alike(x, weight, axis_name):
     """Returns both operands typed as varying along the same axes.
 
-    These are `axis_name` and all axes along which one of the operands varies. The transpose of this
-    cast sums each gradient over the axes that its operand lacked.
+    These are `axis_name` and all axes along which one of the operands varies. The gradients vary
+    along all of them, and JAX demands that a custom derivative returns gradients of the operands'
+    types. The transpose of this cast sums each gradient over the axes that its operand lacked.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)

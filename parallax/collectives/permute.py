@@ -14,9 +14,10 @@ from parallax.collectives.types import AxisName, axes, axis_size
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
     """Returns the rounds of `send_next`, for `cost`: one round of one message, the whole array.
 
-    The array has `size` numbers of `itemsize` bytes. The cost does not depend on the number of
-    devices, `n`.
+    The array has `size` numbers of `itemsize` bytes. It goes `distance` devices further on. The
+    cost does not depend on the number of devices, `n`.
     """
+    # The step is a tuple, with one number for each dim of the devices: they form one row.
     return [Round(times=1, messages=(Message(size * itemsize, (distance,)),))]
 
 
@@ -32,7 +33,11 @@ def send_next(
 def send(
     x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices."""
+    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices.
+
+    Devices are numbered in row-major order of the axes in `axis_name`.
+    """
+    # `lax.ppermute` numbers the devices in the order of the mesh's axes: device i is `places[i]`.
     names, places = _in_mesh_order(axes(axis_name))
     return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])
 

@@ -4,9 +4,9 @@ It suits small arrays, whose time depends only on the number of hops. Legend: n 
 devices, p the greatest power of two not above n, and S the bytes of the array on one device.
 `A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the sum.
 
-| function | bytes a device sends, at most | hops | transpose |
+| function | bytes a device sends, at most | hops | transpose sends |
 |---|---|---|---|
-| `all_reduce` | S log2 p, and 2 S more unless n = p | log2 p, and 2 more unless n = p | free |
+| `all_reduce` | S log2 p, and 2 S more unless n = p | log2 p, and 2 more unless n = p | nothing |
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH
 (2005).
@@ -70,10 +70,10 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     partner, device i XOR 2**k, send each other their partial sums, arrays like `x`; there are
     log2 p hops. Both add the same two numbers, and a + b equals b + a to the last bit, so all
     devices end with the same bits. Unless n = p, there are 2 more hops: at first the other devices
-    send their terms to the first devices, and at the end they receive the result. (One more hop
-    would be enough if each device added in its own order, but then the bits would differ.) The
-    transpose is free. No `Route` describes this: a route sends each block away once, and here both
-    partners keep their sum.
+    send their terms to the first devices, and at the end they receive the result. The transpose
+    sends nothing: the cotangent of the sum is already the same on all devices. No table of messages
+    (`Route`) describes this: in a table a device sends each block away, and here both partners keep
+    their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 

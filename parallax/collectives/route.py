@@ -120,9 +120,11 @@ class Route:
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
-            # In row-major order the place of device `me` along the dim is me % whole // stride. The
-            # constants are int32, since `lax.div` and `lax.rem` do not convert a Python int to the
-            # type of the other operand, as `*` and `+` do: in 64-bit mode it would be an int64.
+            # In row-major order the place of device `me` along the dim is me % whole // stride.
+            # `lax.rem` and `lax.div` are fewer operations than `%` and `//`, which also handle
+            # negative numbers: here there are none. The constants are int32, since `lax.div` and
+            # `lax.rem` do not convert a Python int to the type of the other operand, as `*` and `+`
+            # do: in 64-bit mode it would be an int64.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
         return number

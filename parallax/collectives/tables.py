@@ -4,8 +4,9 @@
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
 table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
 belong to the devices `offsets` places further on go to the device `step` places further on.
-`product(tables, order)` is one table that runs several in this order, each along its own dims of a
-box.
+The devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several
+tables, each along its own dims of the box, into one table. It has the rounds of all of them: table
+after table, in the order that `order` gives.
 
 The table below is for n devices; a torus has k axes, of a, b .. devices. A *message* is the data
 that a device sends to another in one transfer.
@@ -43,12 +44,15 @@ from parallax.collectives.from_table import algorithm, algorithm_of_axes
 from parallax.collectives.route import Point, Route
 
 
+# A table gives no all-to-all. `ring` and `direct` have the one of this package, and the other
+# algorithms that of `lax`.
 @functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
     """In each round a device sends one block to its right neighbour.
 
-    After the first round the block that is sent is the one that just arrived. Such rounds run as a
-    loop if n is large, so the program does not grow with n.
+    After the first round the block that is sent is the one that just arrived. If n is large,
+    `execute` runs such rounds, which pass on what just arrived, as a loop. So the program does not
+    grow with n.
     """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
@@ -139,7 +143,9 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
 def hierarchical(*sizes: int) -> Route:
     """A ring along the last axis, then along the axis before it, and so on.
 
-    This is `machines` with mesh axes in place of machines.
+    `sizes` are the numbers of devices on the axes. This is `machines` with mesh axes in place of
+    machines: the last axis has the fast links, inside a machine. The reduce-scatter along it leaves
+    fewer bytes for the slower axes.
     """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
@@ -153,7 +159,8 @@ def torus(*sizes: int) -> tuple[Route, ...]:
     by side.
     """
     longest, axes = max(sizes), range(len(sizes))
-    # Shorter rings get empty rounds, so that all parts change to their next axis together.
+    # Shorter rings get empty rounds, so that all parts change to their next axis together, and no
+    # two parts use the links of one axis at the same time.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
     # `product` returns one table that runs the rings one after another, in the order given.
     return tuple(product(rings, [*axes[k:], *axes[:k]]) for k in axes)
@@ -163,9 +170,10 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
 
     `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. For each offset of a route, its message holds several blocks: one for each
-    offset along the boxes of the routes that run later. So messages grow shorter from route to
-    route.
+    device's own block. A route names offsets along its own box. For each of them, a message of the
+    product holds several blocks: those at all offsets along the boxes of later routes, and at
+    `home` along the boxes of earlier routes, which have brought all blocks there. So messages have
+    fewer blocks from route to route.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -187,8 +195,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns those points of the product of `spans` that have `point` as their k-th part.
+    """Returns the points that have `point` along box k, and a point of `spans[i]` along any other
+    box i, in all combinations; `spans[k]` is not used.
 
-    `spans` has the points of each box; a point of the product is one point of each box, joined.
+    Such a point is one tuple: the points along the boxes, joined.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

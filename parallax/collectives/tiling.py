@@ -43,8 +43,9 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
-    # Otherwise the slices are sent as a vector, or, if int32 cannot index it, in rows of 128
-    # numbers.
+    # Otherwise the slices are sent as a vector, in which `_as_vector` puts one slice along `dim`
+    # after the other. If int32 cannot index the vector, it is cut into rows of 128 numbers, and
+    # `_in_rows` raises an error unless these form n * parts equal blocks.
     rows = _in_rows(_as_vector(x, dim), x.size, n * parts)
     blocks = _scatter_slices(rows, 0, routes, axis_name)
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -60,10 +61,10 @@ def all_gather_array(x, dim: int, routes, axis_name):
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
     # Otherwise `x` is sent as a vector, or, if int32 cannot index the result, in rows of 128
-    # numbers. `x` is one of the n blocks, so `parts` equal parts of it are the same demand as
-    # n * parts in `reduce_scatter_array`, the transpose.
+    # numbers. `_in_rows` raises an error unless the rows of `x` form `parts` equal blocks. The
+    # result then has n * parts equal blocks, as `reduce_scatter_array`, the transpose, needs.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
-    shares = shares_of(len(rows), parts)
+    shares = shares_of(len(rows), parts)  # (start, length) for each route
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
     return _from_vector(_gather_slices(blocks, 0, routes, axis_name), shape, dim)
 
@@ -86,11 +87,13 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
     """Returns this device's slice, along `dim`, of the sum over devices: a list of one share per
     route."""
     length = x.shape[dim] // routes[0].n
+    # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))
 
-    def slice_of(table, device):
-        """Returns this device's term of the slice that `device` owns: the share of one table."""
-        start, share_length = shares[table]
+    def slice_of(part, device):
+        """Returns this device's term of the slice that `device` owns: the share of route number
+        `part`."""
+        start, share_length = shares[part]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
     return scatter(routes, slice_of, axis_name, dim=dim)
@@ -99,19 +102,22 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
 def _gather_slices(blocks, dim: int, routes, axis_name):
     """Returns all devices' slices joined along `dim`, from this device's shares, one per route."""
     length = sum(block.shape[dim] for block in blocks)
+    # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))
 
-    def write(result, table, device, block):
-        """Returns the result with `block` in its place: one table's share of `device`'s slice."""
-        start = device * length + shares[table][0]
-        return lax.dynamic_update_slice_in_dim(result, block, start, dim)
+    def write(result, part, device, block):
+        """Returns the result with `block` in its place: the share of `device`'s slice that route
+        number `part` carries."""
+        start, _ = shares[part]
+        return lax.dynamic_update_slice_in_dim(result, block, device * length + start, dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
     # Every place is written later, so no time is spent on zeros: `lax.empty` makes the array, with
     # the dtype and the varying axes of a block.
     empty = empty_like(lax.empty, shape, blocks[0])
-    # Without `pin_buffer` XLA could fuse some blocks with later operations, and round these blocks
-    # differently. They are not the same blocks on each device, so replicas would differ.
+    # Without `pin_buffer` XLA could fuse some blocks, such as the last to arrive, with later
+    # operations, and round these blocks differently. Blocks arrive in another order on each device,
+    # so replicas would differ.
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 

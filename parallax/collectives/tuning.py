@@ -47,8 +47,9 @@ def exact(n: Sizes) -> list[Callable[..., Any]]:
         n: the number of devices on the axis, or a tuple with the number on each of several axes.
     """
     algorithms = [ring, two_rings, halving, doubling]
-    # These have tables by axis, so they need several axes. `hierarchical` is listed for two axes
-    # only; for more axes, pass it in the `among` of `auto` or `fastest`.
+    # The tables of these two are made from the size of each axis, so they need several axes.
+    # `hierarchical` is listed for two axes only, one inside machines and one between them; for more
+    # axes, pass it in the `among` of `auto` or `fastest`.
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
     if isinstance(n, tuple) and len(n) == 2:
@@ -90,8 +91,9 @@ def fit(
     """Returns the `Link` of one axis of `mesh`, fitted to the measured times of five collectives.
 
     The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
-    and an all-reduce by recursive doubling. The fit has the least sum of relative differences, over
-    arrays of `sizes` bytes per device, and none of alpha, beta, gamma and start is negative.
+    and an all-reduce by recursive doubling. A `Link` has four rates: the seconds per hop (alpha),
+    per byte (beta), per byte added (gamma) and per call (start). The fit has the least sum of
+    relative differences, over arrays of `sizes` bytes per device, and no rate is negative.
     `Link.error` is the median difference that remains. It is not zero, since a hop takes longer per
     byte once messages outgrow a cache. `fit` takes some seconds, most of them to compile.
 
@@ -115,6 +117,7 @@ def fit(
             (doubling.all_reduce, size, {}),
         ]
         for f, count, options in probes:
+            # `_call` applies `f` to the first `count` numbers of the array of `nbytes` bytes.
             calls.append((functools.partial(_call, f, count, axis_name, options), nbytes))
             costs.append(cost.of(f, 4 * count, n))  # a float32 has 4 bytes
     return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
@@ -130,11 +133,13 @@ def _call(
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
 
-    `costs[i]` is the cost of the collective that took `measured[i]` seconds. No rate (alpha, beta,
-    gamma or start) is below 0. A sum of squares would give too much weight to a time that a busy
-    machine made longer, so absolute differences are summed. Their sum is minimised by weighted
-    least squares (Weiszfeld's iteration). This is repeated for each subset of the rates, with the
-    other rates set to 0, and the best fit without a negative rate is taken.
+    `costs[i]` is the cost of the collective that took `measured[i]` seconds. A `Link` has four
+    rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
+    per call (start). A sum of the squares of the differences would give too much weight to a time
+    that a busy machine made longer, so their absolute values are summed. The sum is minimised by
+    weighted least squares (Weiszfeld's iteration), which may make rates negative. So this is
+    repeated for each subset of the rates, with the other rates set to 0, and the best fit without a
+    negative rate is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -144,7 +149,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
         # Seconds, and seconds per byte, differ by nine decades: without a scale, the solution would
         # lose the smaller ones.
         scale = np.maximum(relative.max(axis=0), 1e-300)
-        # The four terms are those of alpha, beta, gamma and start; `count` of them are not 0.
+        # The four terms, one column each, are those of alpha, beta, gamma and start. Rates of
+        # `count` of them are fitted; the others are 0.
         for terms in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
             # `relative` times the rates is the predicted time, divided by the measured one.
@@ -191,6 +197,8 @@ class Choice(NamedTuple):
         Between two sizes of the race, the logarithm of the time is interpolated over the logarithm
         of the size. Below the smallest and above the largest size, the time at that size counts.
         """
+        # `times` maps each function to its seconds at each of `sizes`. Logarithms, since both sizes
+        # and times span several decades.
         log_nbytes = math.log(max(nbytes, 1))
         log_sizes = [math.log(size) for size in self.sizes]
 
@@ -217,10 +225,11 @@ class Choice(NamedTuple):
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """Returns this choice with the seconds `measured` at more `sizes`, all in rising order.
+        """Returns a choice that also has the seconds `measured` at `sizes`, in any order. The sizes
+        of the result are in rising order.
 
-        `measured` lists the seconds of the first function at each size, then the seconds of the
-        next.
+        `measured` lists the seconds of the first function in `times` at each of `sizes`, then those
+        of the second function, and so on.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])

@@ -370,17 +370,21 @@ def linear_collective(
             nothing along them. So if the devices hold terms of a sum, the results are terms of a
             sum, and if they hold equal values, the results are equal.
             """
+            # A dict of the axes along which `x` is unreduced or reduced; it lacks all other axes.
             states = reduction_state(x)
             other_states = {name: states[name] for name in states if name not in axes(axis_name)}
             # JAX does not index arrays that are unreduced or reduced along any axis.
             varying_everywhere = dict.fromkeys((*axes(axis_name), *other_states), "varying")
             result_states = {**other_states, **dict.fromkeys(axes(axis_name), state)}
+            # `lax.pcast` lacks some of these casts, such as from varying to invariant.
             return cast_unchecked(function(cast_unchecked(x, varying_everywhere)), result_states)
 
         return typed
 
-    # JAX's types demand this pair: the cotangent of an unreduced value is reduced. `x` is not
-    # reduced here (`check_summand` and `check_block` refuse it), so any state is "unreduced".
+    # JAX's types demand this pair: the cotangent of an unreduced value is reduced. The dict
+    # `reduction_state(x)` has only the axes along which `x` is unreduced or reduced. Along
+    # `axis_name` it is not reduced (`check_summand` and `check_block` refuse that), so an entry for
+    # such an axis says "unreduced".
     unreduced = any(axis in axes(axis_name) for axis in reduction_state(x))
     transposed_state = "reduced" if unreduced else "varying"
     return linear(
@@ -398,8 +402,9 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
         ValueError: `x` is reduced along one of the axes, or unreduced along some of them only.
             `lax` refuses such arrays too.
     """
+    # Only the axes along which `x` is unreduced or reduced.
     states = _states_along(x, axis_name)
-    # Along all axes each device has one term of an unreduced `x`: these terms are summed.
+    # Unreduced along all axes: each device has one term, and these terms are summed.
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
         return x
     if "unreduced" in states.values():
@@ -408,15 +413,18 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
             f"along none; this one, of shape {x.shape}, is {_describe(states)}. Sum it over its "
             "unreduced axes first, then over the others."
         )
+    # Refuses an `x` that is reduced along one of the axes.
     return check_block(name, x, axis_name)
 
 
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x` typed as varying along `axis_name`.
+    """Returns `x`, this device's block or its term of a sum, typed as varying along `axis_name`.
 
     Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
     axis, as `lax` does.
     """
+    # Only the axes along which `x` is unreduced or reduced: if there are none, it is varying or
+    # invariant along each.
     states = _states_along(x, axis_name)
     if not states:
         return varying(x, axis_name)
