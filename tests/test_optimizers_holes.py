@@ -28,6 +28,7 @@ from reference import EXACT, assert_close
 
 from parallax import mesh, optimizers, rules, step
 from parallax.collectives.types import varying_axes
+from parallax.optimizers import elementwise
 
 
 def sums_in_the_next_step():
@@ -275,6 +276,22 @@ def test_a_leaf_whose_split_dim_is_unknown_does_not_part_other_leaves():
     state, _ = train(state, 0.0)
     plain = optax.apply_updates(model, optimizer.update(model, optimizer.init(model), model)[0])
     assert_close(state.model, plain, EXACT)
+
+
+def test_a_choice_that_is_no_array_is_checked_for_each_value():
+    def update(updates, state, params=None, *, mix):
+        return jax.tree.map(lambda g: g / jnp.sum(g) if mix else g, updates), state
+
+    devices = mesh.make(x=2, devices=jax.devices()[:2])
+    run = elementwise.checked(update, {"a": P("x")}, at="here")
+
+    def updates(mix):
+        call = lambda g: run({"a": g}, (), {"a": g}, mix=mix)[0]["a"]
+        return mesh.spmd(call, mesh=devices, in_specs=P("x"), out_specs=P("x"))(jnp.arange(1.0, 9))
+
+    np.testing.assert_array_equal(updates(False), jnp.arange(1.0, 9))
+    with pytest.raises(ValueError, match="here: each device updates its shards alone"):
+        updates(True)
 
 
 def scaled_by(rate):

@@ -86,10 +86,10 @@ def checked(
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
-        # type also says along which axes an array varies. A leaf that is no array counts by its
-        # Python type. The structure is a text here, since static fields of a module may have no
-        # hash.
-        kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
+        # type also says along which axes an array varies. A leaf that is no array, such as an
+        # option of the update, counts by its value. This value and the structure are texts here,
+        # since they may have no hash.
+        kinds = (jax.typeof(leaf) if trees.is_array(leaf) else repr(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
         device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
         try:
