@@ -63,7 +63,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
         value = map_loss_and_aux(
             value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
         )
-        # `matching_parameters` gives each gradient's parameter.
+        # A parameter that is not trained has the gradient None; `matching_parameters` leaves such
+        # parameters out, so that both trees fit together.
         return value, jax.tree.map(
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
@@ -96,7 +97,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     the size of gradients with a bound, such as `grads.clipped`.
 
     Raises:
-        ValueError: `grad` was made by `grads.clipped`.
+        ValueError: in a call of the returned function, if `grad` was made by `grads.clipped`.
     """
 
     def divided(leaf):
@@ -108,7 +109,7 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     def wrapped(params, batch):
         """Returns the unscaled loss (and aux), and the unscaled gradients."""
         # `grads.clipped` inside would compare the scaled gradients with its bound, so it is
-        # refused.
+        # refused. The last argument is the error's phrase for these gradients.
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)

@@ -83,15 +83,18 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
     again.
 
     For the backward pass of a GELU, JAX keeps five or six arrays; here it keeps one, the argument.
-    This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`;
-    a `jax.checkpoint` of `f` would not. The result has reverse-mode derivatives only.
+    This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`.
+    A `jax.checkpoint` of `f` would not: the outer policy decides about the results inside it too,
+    and keeps them. The result has reverse-mode derivatives only.
 
     Args:
-        f: a function of arrays, or of trees of arrays.
+        f: a function of positional arguments, arrays or trees of arrays. It must not read by
+            closure an array with respect to which one differentiates.
     """
 
+    # A backward pass of its own needs no result of `f`, so a policy has nothing to keep.
     @jax.custom_vjp
-    def kept(*arguments):
+    def f_with_vjp(*arguments):
         """Returns `f(*arguments)`."""
         return f(*arguments)
 
@@ -103,5 +106,5 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the cotangents of the arguments."""
         return jax.vjp(f, *arguments)[1](cotangent)
 
-    kept.defvjp(forward, backward)
-    return kept
+    f_with_vjp.defvjp(forward, backward)
+    return f_with_vjp

@@ -49,9 +49,8 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `axis` may name an algorithm, such as a ring, that runs its collectives. JAX's own transpose
-    # would be `psum_scatter`; with `linear` the backward pass is `scatter`, which uses this
-    # algorithm. `linear` also gives the result its name.
+    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` takes
+    # `scatter` as the backward pass, which uses this algorithm too, and gives the result its name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 

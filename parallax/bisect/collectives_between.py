@@ -298,8 +298,8 @@ def _mesh(body: _Body | None) -> Any:
 
 
 def _collective_function(eqn: JaxprEqn) -> str:
-    """Returns the name of the function of `parallax.collectives` that made an equation, or "". If
-    such functions called each other, it is the outermost one, which the user called.
+    """Returns the name of the function of `parallax.collectives` that made an equation, or "" if
+    none did. If such functions called each other, it is the outermost one, which the user called.
     """
 
     def is_inside(frame):

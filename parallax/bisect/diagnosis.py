@@ -138,8 +138,8 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text that suggests another random key, if the two values are 0 in different places,
-    as with another dropout mask. The text has the share of places in which exactly one of the two
-    values is 0. Both values must have zeros."""
+    for example by another dropout mask. The text has the share of places in which exactly one of
+    the two values is 0. Both values must have zeros."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):

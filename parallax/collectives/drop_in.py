@@ -5,7 +5,8 @@ and the gather, a pair `Slices`, work along one dim of one array. Both keep this
 makes it n times shorter, a gather n times longer.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
-along a dim. Without `tiled` a scatter drops a dim of size n, and a gather adds one.
+along a dim. Without `tiled` the dim has size n, and it is dropped after the scatter, which cut it
+to 1; a gather is given a new dim of size 1 to join along.
 """
 
 from collections.abc import Callable
@@ -71,9 +72,10 @@ def all_gather_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.all_gather` of one array, of numbers or random keys.
 
-    It is computed by `slices.gather`, and its transpose by `slices.scatter`. Both keep the dim
-    along which they join or cut; so if not `tiled`, the dim is added before the gather, and dropped
-    after the scatter. `to` is the type of the result along the axis, in the words of `lax.pcast`.
+    It is computed by `slices.gather`. The transpose is `slices.scatter`, or a slice if the result
+    is invariant. All keep the dim along which they join or cut; so if not `tiled`, the dim is added
+    before the gather, and dropped after the transpose. `to` is the type of the result along the
+    axis, in the words of `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(

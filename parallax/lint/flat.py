@@ -160,7 +160,7 @@ class Flat:
             # `zero.gathered` and `sequence.gather_from` name their gathers so. A loop repeats them
             # on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
-        sent = values.sent(eqn, ours)  # the collective, or None
+        sent = values.sent(eqn, ours)  # None if it is no collective
         # A collective of this library that is made of several others is opened like a call.
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:

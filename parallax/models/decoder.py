@@ -185,7 +185,7 @@ def train_step(
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
     local = make_step(
-        precision.ScaledGrad(grad_of),  # called with the loss scale in the state, or None
+        precision.ScaledGrad(grad_of),  # gets the state's loss scale, None without one
         optimizer,
         max_norm=compute.max_norm,
         # The axes, with their algorithms, over which the shards' sums of squares are added.

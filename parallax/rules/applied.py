@@ -5,7 +5,8 @@ another model. `Refusal(kind, where, what, cure, fits)` has the error's text in 
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
 rules that gave it; its *wrappers* are the `fsdp`s around the rule. `arrays` are the array leaves of
 a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle* if it
-places none. The *parts* of a rule are the rules inside `first` and `fsdp`.
+places none. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of an `fsdp`
+maps globs of paths to dims that it must not split.
 """
 
 import difflib
@@ -57,8 +58,9 @@ def specs(
             earlier rules match all leaves that a rule matches; a leaf has no rule; the `size` of
             an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
             more entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
-            `experts` splits a dim over one of `batch_axes`, so each replica would train a different
-            model; the mesh lacks an axis, or the size of an axis does not divide the dim.
+            `experts` (tokens of all replicas travel to experts) splits a dim over one of
+            `batch_axes`, so each replica would train a different model; the mesh lacks an axis, or
+            the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -93,8 +95,8 @@ def audit(
     """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
     and in the other specs.
 
-    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch.
-    Without a mesh, errors that depend on its axes and sizes are not found.
+    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch,
+    or the name of one. Without a mesh, errors that depend on its axes and sizes are not found.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
@@ -107,8 +109,9 @@ def audit(
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # `stacked` are the axes that split stacked layers: the cures must not leave layers unsplit.
-    # Only all leaves together show that an axis splits layers.
+    # `stacked` are the axes, such as that of a pipeline's stages, that split the dim of layers in
+    # every leaf. A spec without such an axis is not advised: each device would run all layers. Only
+    # all leaves together show that an axis splits layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -150,10 +153,10 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
     # leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a tree
-    # without arrays no rule counts as idle.
+    # without arrays every rule would be idle, so none counts as idle.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
-    unplaced = set()  # the numbers of leaves for which a rule gave neither a spec nor None
+    unplaced = set()  # the indices of leaves for which a rule gave neither a spec nor None
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}  # the placements by this rule
         for i, (path, leaf) in enumerate(arrays):
@@ -163,7 +166,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # so that no later rule takes the leaf
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        # An empty `SpecsByPath` (a rule with a dict of specs) may place no leaf, and so may a last
+        # `SpecsByPath` is a rule made from a dict of specs. For a model without the layers of
+        # `parallax.tensor`, `tensor.rule` returns an empty one. It may be idle, and so may a last
         # rule for the rest.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
@@ -201,7 +205,8 @@ def _placement(
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
-        # would use the axis twice.
+        # would use the axis twice. For the spec of any other rule this is an error, which `refused`
+        # returns.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
@@ -259,13 +264,14 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
     """Returns whether `rule` is a `match("**", P())` that may be idle.
 
-    It may end any list of rules, and earlier rules may leave nothing for it. But if it is inside an
+    Such a rule ends a list of rules as a default, and earlier rules may leave nothing for it.
+    `taken` has the placements by earlier rules, by the leaf's index. But if the rule is inside an
     `fsdp`, and no earlier rule inside that `fsdp` places a leaf, it must place one: otherwise that
     `fsdp` would do nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
-    ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
-    return ends_a_list and used.issuperset(map(id, wrappers))
+    is_default = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
+    return is_default and used.issuperset(map(id, wrappers))
 
 
 def _idle(

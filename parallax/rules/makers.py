@@ -121,6 +121,7 @@ class fsdp:
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
         """Returns `spec` with one more dim split, or as it was, and the reason in words."""
         entries = padded(spec, leaf.ndim)  # one for each dim
+        # `keep` maps globs of paths to dims that stay unsplit.
         dims = [
             dim
             for pattern in self.keep
@@ -142,8 +143,8 @@ class fsdp:
                 f"adds no split: no free dim of shape {leaf.shape} is a multiple of "
                 f"{self.size}{note}",
             )
-        # A split of the largest dim leaves the largest blocks. Of equal dims `max` takes the first,
-        # so all processes choose alike.
+        # The largest dim is still large after the split, so that no shard is a thin slice. Of equal
+        # dims `max` takes the first, so all processes choose alike.
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"

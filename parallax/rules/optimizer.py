@@ -68,8 +68,8 @@ def optimizer_specs(
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
-    optimizer of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh`
-    is given, it must have these axes.
+    optimizer of `parallax.optimizers` keeps its state in matrices that are whole along the axes
+    given to it, and splits the layers over these axes; `mesh`, if given, must have them.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks it.
@@ -104,8 +104,8 @@ def optimizer_specs(
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
-        # An array that belongs to no leaf, such as a count, has one number for each layer. All
-        # members split their layers alike, so the entries of the first member serve.
+        # An array that belongs to no leaf, such as a count, has one number for each layer. It is
+        # split like the layers of the first member, which stands for all members of the group.
         by_layer = P(*spec_of_leaf(members[0])[:lead])
 
         def spec_in_group(path, moment):

@@ -83,8 +83,8 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf. Each has a spec that would fit, if there is one
-    with which the same model is trained.
+    """Returns the errors in the spec of a leaf. Each has in `fits` a spec to advise, except in the
+    case of `stacked` below.
 
     Args:
         p: the leaf and its spec.
@@ -101,9 +101,7 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, an error
-        of the kind "does-not-divide" is returned without a spec."""
-        # The spec that fits would leave out the stacked axis, and each device would run all layers.
+        """Returns an error with a spec to advise, except in the case of `stacked`."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -119,6 +117,8 @@ def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
+        # Not `p.spec`: an `fsdp` may split the same dim in many leaves, and it need not be that of
+        # layers. A spec may have more entries than dims, which only `refused` reports.
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
@@ -176,7 +176,8 @@ def _sizes_refused(
 ) -> Iterator[Refusal]:
     """Yields an error for each dim that is split over an axis which the mesh lacks, or whose size
     is not a multiple of the number of devices along the axes that split it. `stacked` are the axes
-    that seem to split the layers of all leaves."""
+    that seem to split the layers of all leaves. The spec must have no more entries than the leaf
+    has dims."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -192,9 +193,9 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which is"
+                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}"
                 if fit
-                else "no other free dim is"
+                else f"no other free dim is a multiple of {size}"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (

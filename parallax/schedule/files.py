@@ -62,7 +62,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
-        ValueError: the file is not a table, or its table cannot run; the message names the line.
+        ValueError: the file is not a table, or its table cannot run; the message names the line, or
+            in torch's form the row and the cell of a word that is no job.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
@@ -73,7 +74,9 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
-    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header.
+    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header. Files in
+    # torch's form have no line for a tick. There no job is too early, since the ticks follow from
+    # the order of the jobs; a `CannotRun` comes only from a microbatch's number that is too large.
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except CannotRun as error:
@@ -142,6 +145,7 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     for rank, row in enumerate(rows):
         cells = enumerate(row)
         jobs = [_jobs(OVERLAPPED.split(cell), f"row {rank + 1}, cell {k + 1}") for k, cell in cells]
+        # Torch numbers the forwards of some ranks from 1, and `_from_0` renumbers them from 0.
         orders.append(_from_0([job for of_cell in jobs for job in of_cell]))
     return from_orders(orders, _placement(orders))
 

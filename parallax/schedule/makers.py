@@ -82,8 +82,9 @@ def _checked(**sizes: int) -> tuple[int, int, int]:
     large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
-    # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
-    # here have about (M + 2 P) v ticks, or less than twice as many.
+    # Checked before any array is made: a table of 10^9 cells would fill the memory. The number
+    # of ticks is an estimate: 1F1B has about (M + 2 P) v ticks, and GPipe 2 (M + P - 1). So a table
+    # may have up to twice as many cells as `MOST`.
     if (M + 2 * P) * v * P > MOST:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(

@@ -85,7 +85,8 @@ def coloured(
     `lanes` has two or more tables of jobs, such as "forward" and "backward". A job of the first
     lane writes a slot, and the jobs with the same number in the other lanes read it. The job of the
     last lane is the last reader: from the next tick on the slot is free. In a tick without a job,
-    the first lane has the lowest free slot, and each other lane has -1.
+    the first lane has the lowest free slot, and each other lane has -1. (To share the fewest slots
+    among intervals is to colour an interval graph.)
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
@@ -94,7 +95,8 @@ def coloured(
         # The tick from which each job's slot is free again.
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
         # A tick without a job of the first lane also gets a slot, for only that tick (its interval
-        # ends at `tick + 1`): in lockstep an idle stage writes there.
+        # ends at `tick + 1`). In lockstep all devices run one program, so an idle stage writes too:
+        # a value that nobody reads, which needs a slot that is not in use.
         written = fewest(
             [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
         )

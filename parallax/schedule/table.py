@@ -18,6 +18,9 @@ There are two ways to run a table, and the table decides which (`per_stage`):
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
 
+The head computes the loss from the output of the last place. It is no lane, but it makes the
+cotangent with which B begins there, a message of the lane "head".
+
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
 tables. `lanes` has the tables by lane, `_costs` the time of one chunk by lane, `_homes` the stage
 and the chunk of each place, and `_when` the tick of each job by lane, [M, places].
@@ -209,7 +212,9 @@ class Schedule:
         """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
         one loop without a conditional.
 
-        1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
+        1F1B has three (F; F and B; B), and the zero-bubble schedule in lockstep has four (F; F and
+        I; F, I and W; I and W). A `Phase` has its first tick, the tick after its last, and its
+        lanes.
         """
         return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
@@ -241,7 +246,7 @@ class Schedule:
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """Returns the idle time of a stage: `makespan` without messages, minus the time of the
-        stage's jobs, which is M(F + B) or M(F + I + W)."""
+        stage's jobs, which is M(F + B) or M(F + I + W). The costs are those of `makespan`."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
@@ -254,12 +259,14 @@ class Schedule:
         the lane.
 
         In lockstep, these are the ticks in which any stage runs the lane. Per stage (`per_stage`),
-        these are the ticks whose most expensive job, over all stages, is of the lane.
+        these are the ticks whose most expensive job, over all stages, is of the lane. The costs are
+        those of `makespan`; in lockstep they make no difference here.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # The costs by `kinds`: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is cheaper than any
-        # job, even one of cost 0.
+        # The costs by `kinds`, [ticks, stages]: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is
+        # cheaper than any job, even one of cost 0. Of equal costs the first counts: any would do,
+        # since the tick takes the same time.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         most_expensive_kinds = self.kinds[tick, costs[self.kinds].argmax(axis=1)]  # by tick
@@ -273,8 +280,9 @@ class Schedule:
         and exchange messages after each tick. The spans are sorted by their start, and then by
         stage.
 
-        With `hop=0` the last job ends at `makespan`. The method is also for schedules that run per
-        stage: there all jobs of a tick start together.
+        The costs and `hop` are those of `makespan`; with `hop=0` the last job ends at the makespan.
+        The method is also for schedules that run per stage: all stages then start the jobs of a
+        tick together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
@@ -299,8 +307,8 @@ class Schedule:
         the case if each stage is a separate program that exchanges messages.
 
         Each stage keeps the order of its tables. It starts a job once it is free and the input has
-        arrived, `hop` after the other stage sent it. With `hop=0` no job is later than in
-        `lockstep`.
+        arrived: `hop` after another stage made it, or at once if this stage made it. The costs are
+        those of `makespan`. With `hop=0` no job is later than in `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place
@@ -397,7 +405,7 @@ class Schedule:
         one stage.
 
         The head's cotangent is made in the tick of F at the last place, and on the stage of that
-        place.
+        place (`last`). It waits there for B, so it is a message from a stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -422,8 +430,9 @@ class Schedule:
         """
         slots: dict[Message, int] = {}
         # A slot is in use from the tick that sends the message until the tick that uses it. In
-        # lockstep that tick is included: within a tick the head writes before B reads. Per stage
-        # all writes follow the jobs of a tick, so the slot is free again in the tick of the use.
+        # lockstep that tick is included: within a tick the head writes before B reads. Per stage,
+        # messages are written after the jobs of a tick, so one may be written into the slot that a
+        # job of this tick has just read.
         until = 0 if self.per_stage else 1
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
@@ -538,7 +547,8 @@ def _check(schedule: Schedule) -> None:
     places = np.arange(last + 1)
     # A lane, the places of its jobs, and the lane and the places of the jobs that these need. F
     # needs F of the place before; B needs B of the place after; at the last place B needs F of that
-    # place; W needs B of its own place.
+    # place; W needs B of its own place. The places of F and B are in the order in which a
+    # microbatch passes them, so that its first fault in this order is the one that is reported.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
         ("backward", places[-2::-1], "backward", places[:0:-1]),
@@ -555,18 +565,19 @@ def _check(schedule: Schedule) -> None:
         wrong_message = waits < 1 if per_stage else waits != 1
         wrong = wrong_message if lane == cause else waits < 0
         for m, k in np.argwhere(wrong).tolist()[:1]:  # the first fault, if there is one
-            why = _lateness(schedule, lane, cause, int(when[cause][m, sources[k]]))
+            why = _wrong_tick(schedule, lane, cause, int(when[cause][m, sources[k]]))
             raise _cannot_run(schedule, lane, m, int(targets[k]), why)
     # Per stage, a message may wait through a tick without jobs; in lockstep such a tick has no use.
     idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
     if idle.size and not per_stage:
         problem = "no job runs here, nor on any other stage. Leave this tick out."
-        raise CannotRun(int(idle[0]), 0, problem)
+        raise CannotRun(int(idle[0]), 0, problem)  # stage 0 stands for all stages
 
 
-def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the last part of the error message for a job of `lane` that runs too early, or in
-    lockstep too late. The job that it needs is of the lane `cause` and runs in the tick `tick`."""
+def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
+    """Returns the words that follow a job's name in the error for a job of `lane` that runs too
+    early, or in lockstep too late. The job that it needs is of the lane `cause` and runs in the
+    tick `tick`."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
