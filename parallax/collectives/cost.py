@@ -15,6 +15,7 @@ MPICH (2005); Chan et al., Collective communication: theory, practice, and exper
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -163,8 +164,7 @@ def rounds(
     `itemsize` those of a number. `n` is the number of devices on the axis, or on each of several
     axes.
     """
-    # If nested partials set one option, the value of the outer partial counts. All options that
-    # change the rounds are keywords, so a partial's positional arguments are left out.
+    # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
     while isinstance(function, functools.partial):
         function, options = function.func, function.keywords | options
@@ -178,9 +178,10 @@ def rounds(
             f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
             "itemsize=..., the bytes of a number of the array."
         )
-    # A sorted tuple can be a key of the cache of `_rounds`. The name of an axis does not change the
-    # rounds.
-    options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
+    # The function that gives the rounds takes only options that change them, as keywords; the name
+    # of an axis, or `tiled`, does not. A sorted tuple can be a key of the cache of `_rounds`.
+    known = inspect.signature(function.rounds).parameters
+    options = tuple(sorted((name, value) for name, value in options.items() if name in known))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
 
 
