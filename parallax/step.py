@@ -138,7 +138,7 @@ def make(
         # The parameters that have a gradient.
         weights = matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
-        _check_own(loss, state)
+        _check_own(loss, state)  # refuses a loss of only this device's rows
         _check_joined(aux)
         # The norm has three uses: it is reported, it clips, and it is finite only if all gradients
         # are.
@@ -149,7 +149,8 @@ def make(
         # Gradients may have a wider dtype than their parameters, since they are summed in float32
         # or wider. The optimizer's state has the dtypes of the parameters: the gradients get these.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        extra = extra_args(Info(loss, norm, ~finite, aux))
+        # `skipped` of this `Info` is preliminary: the update may still overflow.
+        extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
         # The default, `unchanged`, needs no check.
@@ -186,8 +187,8 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    is used only for its dtype, in which the lost numbers are added up, and `axes` is the argument
-    of that name of `grads.norm`.
+    is used only for its dtype, in which the lost numbers are added up. Along the axes in `axes`
+    their own algorithms add the devices' numbers, along all others `lax.psum`, as in `grads.norm`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -338,10 +339,11 @@ def init(
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
             default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: the leaves that the optimizer has state for: a function of a leaf (an array or
-            its shape), or a tree of booleans, a prefix of the model. The gradient function gives
+        trainable: the leaves that the optimizer has state for: a function of a leaf, which is a
+            traced array, or a tree of booleans, a prefix of the model. The gradient function gives
             None for the others.
-        batch_axes: the mesh axes that split the batch, for `rules.specs`.
+        batch_axes: the mesh axes that split the batch. Over these only `rules.fsdp` and
+            `rules.experts` may split a parameter; `rules.specs` refuses any other rule that does.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
@@ -399,15 +401,18 @@ def planned(
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
             default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: the leaves that the optimizer has state for: a function of a leaf, or a tree of
-            booleans, a prefix of the model.
-        batch_axes: the mesh axes that split the batch, for `rules.specs`.
+        trainable: the leaves that the optimizer has state for: a function of a leaf, which is a
+            traced array, or a tree of booleans, a prefix of the model.
+        batch_axes: the mesh axes that split the batch, over which only `rules.fsdp` and
+            `rules.experts` may split a parameter.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
             optimizer's state.
     """
-    statics = []  # the model's static leaves, one entry for each trace; the first is used
+    # The model's static leaves, one entry for each trace. The first entry is used, since it is of
+    # the trace that gives the shapes; later traces may have other functions.
+    statics = []
 
     def make_arrays():
         """Returns a new model with None for its static leaves, which it adds to `statics`."""

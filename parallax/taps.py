@@ -222,7 +222,9 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
     # The order of tracing is the order in which the model computes. A path that was traced before,
-    # as in a second trace of a loop's body, keeps its number and its mark.
+    # as in a second trace of a loop's body, keeps its first index and mark. The second mark must
+    # have the same split, but its `varying`, `sizes` and `placed` may differ, such as under another
+    # `shard_map`: each report has the mark of its own trace.
     recorder.paths.setdefault(path, len(recorder.paths))
     first = recorder.marks.setdefault(path, mark)
     if (first.dims, first.terms) != (mark.dims, mark.terms):

@@ -87,11 +87,13 @@ class Comms(NamedTuple):
 
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns the communication of Megatron's pairs over `axis`, with all tokens on every device.
+    """Returns a `Comms` for Megatron's pairs over `axis`: the functions by which the layers of a
+    model communicate. Every device has all tokens.
 
     So nothing gathers or splits tokens: `all_tokens` is only `copy_to`, and `local_tokens` is the
-    identity. `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which
-    the vocabulary is split too, such as the stages of a pipeline.
+    identity. `shared` are axes over which the vocabulary is split too, such as the stages of a
+    pipeline. `sum_partials`, after the look-up of the embeddings, and `all_tokens`, before the
+    output layer, communicate over these axes as well.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -102,8 +104,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
         column=functools.partial(column, axis=axis),
         row=functools.partial(row, axis=axis),
         local_tokens=lambda x, dim: x,
-        copy_to=functools.partial(copy_to, axis=axis),
-        token_shards=1,
+        copy_to=functools.partial(copy_to, axis=axis),  # for a weight, such as a norm's
+        token_shards=1,  # the tokens are not split
     )
 
 
@@ -168,8 +170,8 @@ def column(
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
             a `bias` is given besides that of a `Linear`.
     """
-    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
-        return ColumnLinear(_without(bias, weight, "column"), axis)(x)
+    if isinstance(weight, eqx.nn.Linear):  # `_with_own_bias` refuses a second one
+        return ColumnLinear(_with_own_bias(weight, bias, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)  # over the inputs: x's last, weight's first
@@ -194,8 +196,8 @@ def row(
         ValueError: `x` or the weight is the same along `axis`; the weight does not take the inputs
             of this device; or a `bias` is given besides that of a `Linear`.
     """
-    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
-        return RowLinear(_without(bias, weight, "row"), axis)(x)
+    if isinstance(weight, eqx.nn.Linear):  # `_with_own_bias` refuses a second one
+        return RowLinear(_with_own_bias(weight, bias, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
     # All dims of the weight but the last are inputs. The bias is added after the sum, or each
     # device would add it.
@@ -335,6 +337,7 @@ def rule(model: PyTree) -> Rule:
         # A weight is [outputs, inputs] or [rows, width]. A `RowLinear` splits its inputs, and its
         # bias is whole. The others split the first dim: the outputs, with the bias, or the rows.
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
+        # A layer without a bias also gets a spec for it, which no leaf uses.
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
     # A rule that gives a leaf the spec of its path, if it has one.
@@ -390,7 +393,7 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
         )
 
 
-def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
+def _with_own_bias(layer: eqx.nn.Linear, bias, name: str) -> eqx.nn.Linear:
     """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
     `name` is the name of the calling function, for the message."""
     if bias is not None:
@@ -424,8 +427,8 @@ def check_row(
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
     It must take the inputs of this device, and its inputs, like those of `x`, must be split over
-    `axis`. The inputs are the first dims of the weight and the last dims of `x`. `name` is the
-    caller's, for the message.
+    `axis`. Of several axes, one that splits them is enough for this check. The inputs are the first
+    dims of the weight and the last dims of `x`. `name` is the caller's, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -439,7 +442,8 @@ def check_row(
     if axis.size() == 1:  # nothing is split
         return
     # If only one of the two varies along the axis, the sum over it is wrong. If neither varies,
-    # `reduce_from` refuses the product.
+    # `reduce_from` refuses the product. With several axes, only an array that varies along none of
+    # them is refused here.
     names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
     if names <= of_weight and not names & of_x:
         raise ValueError(
@@ -469,8 +473,8 @@ def embed(
 
     `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
-    nan, or zeros if its factor in `weights` is 0. One all-reduce sums the devices' results of
-    `embed_partial`.
+    nan, or zeros if its number in `weights` is 0; the rows are not multiplied by `weights`. One
+    all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
@@ -575,6 +579,8 @@ def _held(ids, rows: int, axis: Axis):
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
             "tokenizer."
         )
+    # An int64 id that does not fit in int32 gives some other row. The callers find such an id by
+    # `_outside`, which compares it in its own dtype.
     row = ids.astype(jnp.int32) - axis.index() * rows
     return row, (row >= 0) & (row < rows)
 

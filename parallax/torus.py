@@ -1,15 +1,15 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
 Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
-an axis form a box, whose *sides* are the axis's pieces of the dims. A closed path of single steps
-through that box is the ring of the axis: it goes out along one side, and comes back through all
-other points. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one
-whose hops cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the
-last axes of the mesh is taken, and then the one with fewer pieces: if two axes share a dim, their
-long hops share its links. A *laying* of a dim gives each combination of the axes' coordinates a
-place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and `lines` are such
-arrays. A *path* is the order in which the ring of an axis visits the points of its box.
-`metrics[dim]` has the number of links between each two places of a dim.
+an axis form a box, whose *sides* are the axis's pieces of the dims. The ring of the axis is a
+closed path through that box, of single steps if possible: it goes out along one side, and comes
+back through all other points. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are
+tried, and the one whose hops cross the fewest links is taken. Of two equal cuts, the one with
+shorter hops along the last axes of the mesh is taken, and then the one with fewer pieces: if two
+axes share a dim, their long hops share its links. A *laying* of a dim gives each combination of the
+axes' coordinates a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and
+`lines` are such arrays. A *path* is the order in which the ring of an axis visits the points of its
+box. `metrics[dim]` has the number of links between each two places of a dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -133,7 +133,13 @@ def hops(
 ) -> list[float]:
     """Returns, for each axis, the mean number of links that a hop of the axis's ring crosses.
 
-    For an axis of one device it is 1. The arguments are as in `coordinates`.
+    An axis of one device has no hop. It gets 1, a factor that changes no cost.
+
+    Args:
+        box: the chips along each dim of the torus.
+        rings: whether each dim closes in a ring.
+        cores: the devices of a chip.
+        sizes: the sizes of the mesh's axes.
     """
     here = coordinates(box, rings, cores, sizes)
     # Links between two places of each dim. The last coordinate, the core, crosses none.
@@ -191,12 +197,11 @@ def coordinates(
 def _laid(
     cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns the coordinates of each device of the mesh: an array [*sizes, dims].
-
-    The last dim is the one of the cores on a chip.
+    """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: the pieces of each dim.
+        cut: the pieces of each dim of the torus, and last those of the cores on a chip, which count
+            as one more dim.
         lines: for each dim, its laying: one of `_lines`.
         paths: for each axis, the path through its box: one of `_paths`.
         sizes: the sizes of the mesh's axes.
@@ -313,6 +318,7 @@ def _costs(
         if pieces[axis] == 1:
             continue
         # For each path, the share of its steps that go from coordinate i to j of this side.
+        # `_steps` gives [paths, sides, i, j], with i and j padded to the longest side.
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
@@ -353,7 +359,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     """Returns paths that visit each point of a box once, each an array [points, sides].
 
     `sides` are the lengths of the box. The ring of an axis follows a path, and goes from its last
-    point back to the first. For each order of the sides there are one or two paths.
+    point back to the first. For each order of the sides there are one or two paths, and
+    `coordinates` takes the path of all that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
@@ -370,7 +377,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
         if len(ordered_sides) > 1:
             # The path goes out along the first side, and back through the rows that leave that
             # side; every second row runs backward. The path has passed the first point of each
-            # row on the way out, so this point is left out on the way back.
+            # row on the way out, so this point is left out on the way back. If the first side is
+            # even, the last point is one step from the first; otherwise it may be far from it.
             row = _snake(ordered_sides[1:])
             back = [
                 (k, *point)

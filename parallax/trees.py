@@ -59,7 +59,8 @@ def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     """Returns a dict from the dotted path of each spec of a tree to the spec.
 
     Raises:
-        ValueError: two specs have one path.
+        ValueError: two specs have one dotted path, as those of the key "a.b" and of a key "b"
+            inside "a" have.
     """
     named = [
         (dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)

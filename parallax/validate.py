@@ -131,16 +131,18 @@ def refusal(
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or one with layers, heads, hidden, rows,
-            batch and tokens, and perhaps experts, devices and processes.
+        sizes: an empty dict, to check the fields alone; or one with layers, heads, hidden, rows
+            (the vocabulary's, with padding), batch (sequences) and tokens (of a sequence), and
+            perhaps experts, devices and processes.
         wording: the form of the message.
         written: the fields that the caller wrote, by name; the others have their defaults.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
     """
-    sizes = _with_experts(sizes)
+    sizes = _with_experts(sizes)  # 1 expert if the model gives no number
     # A mistake in the text comes first. Its cure changes nothing, since `fields` are right already.
+    # `format_map` below reads braces as names, so those of the text are escaped.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -175,7 +177,7 @@ def repaired(
 ) -> dict[str, Any] | None:
     """Returns `change` and all further changes that it makes necessary; None if the fields then
     still do not fit, or fit only with a change of a `fixed` size."""
-    sizes = _with_experts(sizes)
+    sizes = _with_experts(sizes)  # 1 expert if the caller's sizes have no number
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
     # A cure may cause another fault: more stages may need more microbatches. The number of cures is
@@ -186,7 +188,8 @@ def repaired(
             changed[name] = value
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
-            # A name that is both a field and a size, `processes`, has the value of the field.
+            # A name that is both a field and a size, `processes`, has the value of the field. From
+            # True to 1 is a change too, so `_differs` compares the types as well.
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
@@ -208,8 +211,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     The other faults are choices without effect, choices that exclude each other, and sizes that do
     not fit the layout.
 
-    With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
-    of devices, and then the sizes that must be multiples of them.
+    With `to_repair`, the order is the one in which `repaired` cures them: first the axes, whose
+    product is the number of devices, and then the sizes that must be multiples of them.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -217,8 +220,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
         yield from unreadable
         return
     yield from _choices(fields)
-    # `_machine` compares the product of the axes with the devices, and `_processes` shares the
-    # devices among the processes.
+    # `_processes` shares the layout's devices among its processes, and `_machine` compares the
+    # layout with the machine. A reader mends the layout by itself first, then for the model and the
+    # batch, and last for the machine.
     to_read = (_processes, _model_and_batch, _machine)
     for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
         yield from kind(fields, sizes)
@@ -274,6 +278,7 @@ def _choices(fields: Fields) -> Iterator[Fault]:
     """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica. The
     choices about pipelines come last."""
     shards_state = fields["zero"] > 0
+    # ZeRO splits the state over data and context; along `replica` the devices have copies of it.
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
             "Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2})
@@ -338,6 +343,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for each size of the model or the batch that is not a multiple of the number
     of parts into which it is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
+    # The cures with fewer stages also set one chunk: then the stages alone must divide the layers.
     # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
     # given, this is 0, which has no effect in another gcd.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
@@ -359,7 +365,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if "rows" in sizes and sizes["rows"] % (P * t):
         padded = _multiples("rows", sizes["rows"], P * t)[0]  # the multiple above
         # The second cure is axes that fit: a tensor axis that divides the rows, the heads and the
-        # hidden units, and then a number of stages that divides the remaining rows and the layers.
+        # hidden units, and then a number of stages that divides the remaining rows and the layers
+        # (or P, if no layers are given).
         smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
         fewer_stages = closest_divisor(
             math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
@@ -543,6 +550,7 @@ def _meant(value: Any, default: Any) -> Any:
     result has the type of the `default`; it is the `default` if the meaning is not clear."""
     # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
+    # The defaults of all fields of this kind are False, so an unclear text gives the default here.
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")
     number = text.removesuffix(".0")

@@ -65,9 +65,8 @@ def reduce_scattered(
     keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. Leaves that stay
-    whole are all-reduced, and so is the loss. A gradient that `reduce_scatter` has already
-    scattered inside `grad` is not scattered again: it is only divided.
+    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. A gradient that
+    `reduce_scatter` has already scattered inside `grad` is not scattered again: it is only divided.
 
     Args:
         grad: a gradient function.
@@ -120,6 +119,9 @@ def reduce_scattered(
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
 
     def wrapped(params, batch):
+        # `local` has this device's value and gradients, and the parameters. `value_and_sums` finds
+        # the axes over which each gradient is to be summed, calls `scatter` with them (`names`),
+        # and all-reduces over the axes that `scatter` returns.
         local = local_gradients(grad, params, batch, axis)
         return value_and_sums(local, axis, mean, aux=aux, scatter=scatter)
 
@@ -335,8 +337,10 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """Returns the specs for `gathered_once` (`ends`) and for `gathered` (`layer`), from the specs
-    of the whole model, whose blocks are stacked. `stage` has those of a pipeline stage's blocks.
+    """Returns three trees of specs, from the specs of a whole model whose blocks are stacked.
+    `ends` is for `gathered_once`: the specs of the model (embeddings, head), with None in place of
+    the blocks. `layer` has those of one block, for `gathered`; `stage` has those of a pipeline
+    stage's blocks.
 
     Args:
         specs: the specs of the model, as `rules.specs` gives them.
@@ -363,6 +367,7 @@ def part_specs(
                 if names & set(trees.entry_axes(entry))
             ]
             # The cure in the message is to keep all looped dims whole, not only the first `count`.
+            # Its pattern, 'blocks.**', is that of the default `blocks`.
             if split:
                 raise ValueError(
                     f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, "
@@ -508,6 +513,8 @@ class ZeRO:
         )
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
+        # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
+        # It only divides them, and all-reduces the loss and the leaves that stay whole.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(

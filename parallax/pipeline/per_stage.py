@@ -77,8 +77,9 @@ def run(jobs: Jobs) -> Sums:
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked_zeros(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on it. No
-    # tick reads those of the tick before, so between ticks they are None and take no memory.
+    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on a carry
+    # with these. No tick reads those of the tick before, so between ticks they are None and take no
+    # memory.
     begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.

@@ -110,8 +110,9 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of these variables and literals, all as JAX arrays. `values` may also have
-    NumPy arrays: the constants of a traced function can be such arrays."""
+    """Returns the values of these variables and literals, all as JAX arrays. They are not always
+    given as such: a literal may be a Python number, and a constant of a traced function a NumPy
+    array."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""

@@ -230,7 +230,8 @@ class CutLoop(NamedTuple):
 
     def reads(self, half: int) -> set[int]:
         """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
-        # Argument i of a trip belongs to operand i of the scan.
+        # Argument i of a trip belongs to operand i of the scan. `results` and `trip.reads` have one
+        # entry for each half: the indices of its results, and the arguments that its trips read.
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
@@ -239,7 +240,8 @@ class CutLoop(NamedTuple):
         }
         # A half needs the initial values of only those carries that it computes itself. If the
         # second half reads a carry of the first half, each trip hands that carry over.
-        return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
+        own_inits = {loop.consts + i for i in results if i < loop.carries}
+        return (in_trip - set(loop.inits())) | own_inits
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Runs the scan of the first half, and adds its results to `values`. Returns the arrays for
@@ -336,7 +338,8 @@ def _cut(
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         # A barrier and a scan may run in both halves, in each with a part of the operands. Their
-        # results that only one half has are added to `made` or `late`.
+        # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
+        # the other half. A scan needs no `made`: made operands reach its second half as `handed`.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -403,8 +406,9 @@ def _may_run_in(
     if is_needed_first:
         # The second half may repeat the equation if that costs little and it has the operands.
         return True, not reads & made and _is_cheap(eqn)
-    # Only the second half needs its results. It must run there if it reads a late variable. It
-    # also runs there if it is expensive: other stages wait for the first half, so that stays short.
+    # No result of the first half needs it, so it is for the second half. It must run there if it
+    # reads a late variable. It also runs there if it is expensive: other stages wait for the first
+    # half, so that stays short.
     if reads & late or not _is_cheap(eqn):
         return False, True
     if reads & made:
@@ -412,7 +416,8 @@ def _may_run_in(
         # `made` operands are handed over. The half that leads to fewer bytes runs it.
         is_smaller = size(set(eqn.outvars)) <= size(reads & made)
         return is_smaller, not is_smaller
-    # To run a cheap equation twice costs less than to store its result.
+    # It is cheap, and both halves have its operands. The first half runs it too if it must compute
+    # a handed array from it: to run it twice costs less than to store its result.
     return True, True
 
 
@@ -421,8 +426,8 @@ def _cut_loop(
 ) -> CutLoop:
     """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
     `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables that only the second half has. The second half gets operands that only
-    the first half has (made ones) as handed arrays, so they need no mark.
+    `late` are the variables that only the second half has. Operands that only the first half has
+    are not passed as an argument: the second half gets them as handed arrays.
 
     A stacked result moves to the first half if the first half computes it anyway.
     """
@@ -464,6 +469,8 @@ def _chosen(
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
+        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone,
+        # also inside the trips of a scan.
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue
