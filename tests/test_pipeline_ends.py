@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, pipeline
+from parallax import mesh
+from parallax.pipeline import ends
 
 STAGES = range(1, 9)
 
@@ -22,7 +23,7 @@ def on_stages(stages, f):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_the_first_stage_has_the_sum(stages):
-    y, x, weights, gradient = on_stages(stages, lambda x: pipeline.sum_to_first(x, "stage"))
+    y, x, weights, gradient = on_stages(stages, lambda x: ends.sum_to_first(x, "stage"))
     np.testing.assert_array_equal(y[0], x.sum(0))
     # Only the first stage's result counts, so its cotangent goes to all stages.
     weights = weights.at[1:].set(0)
@@ -31,7 +32,7 @@ def test_the_first_stage_has_the_sum(stages):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_all_stages_have_the_last_ones_array(stages):
-    y, x, weights, gradient = on_stages(stages, lambda x: pipeline.copy_from_last(x, "stage"))
+    y, x, weights, gradient = on_stages(stages, lambda x: ends.copy_from_last(x, "stage"))
     np.testing.assert_array_equal(y, jnp.broadcast_to(x[-1], x.shape))
     expected = jnp.zeros_like(x).at[-1].set(weights.sum(0))
     np.testing.assert_array_equal(gradient(weights), expected)
@@ -40,7 +41,7 @@ def test_all_stages_have_the_last_ones_array(stages):
 def test_nothing_of_other_stages_remains():
     """An idle stage may have computed NaN."""
     world = mesh.make(devices=jax.devices()[:4], stage=4)
-    copy = lambda x: pipeline.copy_from_last(x, "stage")
+    copy = lambda x: ends.copy_from_last(x, "stage")
     run = mesh.spmd(copy, mesh=world, in_specs=P("stage"), out_specs=P("stage"))
     x = jnp.full((4, 3), jnp.nan).at[-1].set(2.0)
     np.testing.assert_array_equal(run(x), jnp.full((4, 3), 2.0))

@@ -19,6 +19,7 @@ from parallax import grads, mesh, pipeline, precision, rules, schedule, step, ze
 from parallax.collectives import Axis, ErrorFeedback, halving, ring, xla
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
+from parallax.pipeline import ends
 
 ROWS, WIDTH, HIDDEN = 32, 8, 16
 MAX_NORM, SCALE = 0.05, 1024.0
@@ -590,7 +591,7 @@ HEADS = {  # and whether they are right
         True,
     ),
     "shared, by hops": (
-        lambda p, x, part: lax.pmean(head(p, pipeline.copy_from_last(x, "stage"), part), "stage"),
+        lambda p, x, part: lax.pmean(head(p, ends.copy_from_last(x, "stage"), part), "stage"),
         True,
     ),
     "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),

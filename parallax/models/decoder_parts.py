@@ -24,11 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import argument_checks, cross_entropy, pipeline, tensor
+from parallax import argument_checks, cross_entropy, tensor
 from parallax.collectives import AxisLike, combined_axis
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
+from parallax.pipeline import ends
 from parallax.pipeline.checks import output
 from parallax.remat import none
 
@@ -230,7 +231,7 @@ def stages(
             # Tokens that no target with a weight depends on may be outside the vocabulary.
             weights=weights,
             comms=comms_of_ends(),
-            across=functools.partial(pipeline.sum_to_first, axis=stage_axis),
+            across=functools.partial(ends.sum_to_first, axis=stage_axis),
         )
 
     def stage(model, x, part, position):
@@ -272,7 +273,7 @@ def stages(
             windows[:, 1:],
             weights=weights,
             comms=comms_of_ends(),
-            across=functools.partial(pipeline.copy_from_last, axis=stage_axis),
+            across=functools.partial(ends.copy_from_last, axis=stage_axis),
         )
 
     return embed_part, stage, head_of_part

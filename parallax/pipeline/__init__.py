@@ -10,7 +10,6 @@ the user's functions once. `buffers` stores arrays between ticks.
 """
 
 from parallax.pipeline.checks import Output
-from parallax.pipeline.ends import copy_from_last, sum_to_first
 from parallax.pipeline.exchange import Exchange, split_over, whole
 from parallax.pipeline.gradient import from_last, value, value_and_grad
 from parallax.pipeline.layers import (
@@ -33,7 +32,6 @@ __all__ = [
     "Exchange",
     "Misused",
     "Output",
-    "copy_from_last",
     "distances",
     "from_last",
     "from_placement",
@@ -46,7 +44,6 @@ __all__ = [
     "sequential",
     "split_over",
     "stored",
-    "sum_to_first",
     "to_placement",
     "unpad_layers",
     "unpipelined",
