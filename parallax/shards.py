@@ -27,9 +27,9 @@ class Split(NamedTuple):
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
 
-    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. The caller
-    is a part of ZeRO, which the error names. `specs` maps the dotted path of a leaf to its spec; a
-    leaf that it lacks is whole, and has no splits.
+    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf, for ZeRO,
+    which the error names. `specs` maps the dotted path of a leaf to its spec; a leaf that it lacks
+    is whole, and has no splits.
 
     Raises:
         ValueError: a dim is split over `axis` first, and each part again over another axis.

@@ -76,7 +76,7 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
     JAX keeps such traces for later calls, so their lines may belong to an earlier call. Equinox
     does not count: a jaxpr of `eqx.filter_jit` has Equinox's file, but the user's lines.
     """
-    # `_LIBRARIES[0]` is JAX's folder.
+    # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
 
 

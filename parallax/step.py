@@ -149,7 +149,7 @@ def make(
         # Gradients may have a wider dtype than their parameters, since they are summed in float32
         # or wider. The optimizer's state has the dtypes of the parameters: the gradients get these.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        # `skipped` of this `Info` is preliminary: the update may still overflow.
+        # This `skipped` is not final: the update may overflow, or the loss be above the limit.
         extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
