@@ -40,7 +40,7 @@ from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
-BLOCK_TOKENS = 512  # tokens whose logits `cross_entropy.mean` computes at once
+BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
 # For each collective of `jax.lax`: the function whose time it takes, and a function that returns
 # the bytes of its result, from the bytes that it takes and the number of devices.
