@@ -426,9 +426,9 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
-    It must take the inputs of this device, and its inputs, like those of `x`, must be split over
-    `axis`. Of several axes, one that splits them is enough for this check. The inputs are the first
-    dims of the weight and the last dims of `x`. `name` is the caller's, for the message.
+    It must take the inputs of this device, and the same axes of `axis` must split its inputs and
+    those of `x`. The inputs are the first dims of the weight and the last dims of `x`. `name` is
+    the caller's, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -439,24 +439,22 @@ def check_row(
             "eqx.nn.Linear, pass the layer and not its weight, which is stored as "
             "[outputs, inputs]."
         )
-    if axis.size() == 1:  # nothing is split
-        return
-    # If only one of the two varies along the axis, the sum over it is wrong. If neither varies,
-    # `reduce_from` refuses the product. With several axes, only an array that varies along none of
-    # them is refused here.
-    names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
-    if names <= of_weight and not names & of_x:
+    # If only one of the two varies along an axis, the sum over it is wrong. If neither varies,
+    # `reduce_from` refuses the product.
+    names = {axis_name for axis_name in axes(axis.names) if lax.axis_size(axis_name) > 1}
+    of_x, of_weight = names.intersection(varying_axes(x)), names.intersection(varying_axes(weight))
+    if same := sorted(of_weight - of_x):
         raise ValueError(
             f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{x.shape}, is the same on its {axis.size()} devices, which would multiply the same "
-            "inputs by different weights. Use the result of the column-parallel layer before it, "
-            "or a slice for each device."
+            f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
+            "the same inputs by different weights. Use the result of the column-parallel layer "
+            "before it, or a slice for each device."
         )
-    if names <= of_x and not names & of_weight:
+    if same := sorted(of_x - of_weight):
         raise ValueError(
             f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{weight.shape}, is the same on its {axis.size()} devices, so the sum would count it "
-            f"once for each device. Split it by P({axis.names!r})."
+            f"{weight.shape}, is the same along {', '.join(map(repr, same))}, so the sum would "
+            f"count it once for each device. Split it by P({axis.names!r})."
         )
 
 
