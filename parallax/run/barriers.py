@@ -1,5 +1,6 @@
-"""Work in stages: a stage succeeds on all processes, or counts as failed on all. After each stage
-every process learns whether the stage succeeded, and if not, whether all processes try it again.
+"""Runs work in stages. A stage succeeds on all processes, or counts as failed on all of them. After
+each stage every process learns whether the stage succeeded, and if not, whether all processes try
+it again.
 
 Processes meet at barriers of JAX's coordination service, not in a collective. So stages may run in
 the background, no device waits, and a stage may take as long as it needs.
@@ -62,15 +63,15 @@ Meet = Callable[..., None]
 
 
 class Stages:
-    """The stages of one piece of work, the same ones on every process.
+    """The stages of one piece of work. Every process goes through the same stages.
 
     Args:
         name: a name that no other work of the job has.
         meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a failed stage, whether all processes may try again. They may if the errors of
-            all of them are `transient`.
+        again: after a failed stage, whether all processes may try again. They may if every error of
+            the stage is `transient`.
     """
 
     def __init__(self, name: str, meet: Meet):
@@ -83,9 +84,10 @@ class Stages:
         process did not succeed, `end` sets `again` (whether all processes try again), and raises an
         error on every process.
 
-        A barrier carries no message, so a process answers by coming to a barrier or not. A process
-        with an error does not come to the barrier "well", so the others reach their deadline. If
-        its error is not transient, it does not come to the barrier "again" either.
+        A barrier carries no message, so a process answers by coming to a barrier, or by staying
+        away. A process with an error does not come to the barrier "well", so the other processes
+        wait there until their deadline. A process whose error is not transient does not come to the
+        barrier "again" either.
 
         Args:
             error: the error of this process in the stage, which `end` raises; or None.
@@ -135,7 +137,7 @@ class Stages:
 
     def _met(self, what: str, seconds: float) -> bool:
         """Returns whether all processes came to the barrier `what` of this stage within `seconds`.
-        Other errors of the barrier are raised.
+        Raises the barrier's error if it is not a missed deadline.
         """
         try:
             self._meet(
@@ -155,8 +157,8 @@ def _is_late(error: BaseException) -> bool:
 
 def transient(error: BaseException | None) -> bool:
     """Returns whether an error, or an error in its chain of causes, may go away by itself. Such an
-    error has an error number of `TRANSIENT`, is a barrier's deadline, or says that TensorStore, the
-    library with which Orbax writes arrays, does not find a file.
+    error has an error number of `TRANSIENT`, says that a process came too late to a barrier, or
+    says that TensorStore, the library with which Orbax writes arrays, does not find a file.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it

@@ -4,7 +4,7 @@ their hashes.
 Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but does
 not notice a changed bit. Here a checkpoint counts only with its manifest, which is written last. A
 checkpoint that fails its check is refused with a message, and the newest good checkpoint is
-restored. A state that is not finite is neither stored nor restored:
+restored. A state with nan or inf is neither stored nor restored. A folder has these files:
 
     folder/00000100/arrays/...       Orbax's files
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
@@ -13,7 +13,7 @@ restored. A state that is not finite is neither stored nor restored:
     folder/newest.json               the newest step that was ever finished: if all checkpoints are
                                      gone, a run does not silently begin again
 
-The arrays are stored whole, by their path in the tree, so they can be restored to any mesh.
+Each array is stored whole, under its path in the state's tree, so it can be restored to any mesh.
 """
 
 import itertools
@@ -57,8 +57,8 @@ class Restored(NamedTuple):
         step: the number of the step.
         state: the state, with the tree, shapes, dtypes and shardings of `like`, the argument of
             `Checkpoints.restore`.
-        note: the JSON values that were saved with it.
-        refused: the reason why each newer checkpoint was not restored, by step.
+        note: the JSON values that were saved with the state.
+        refused: for the step of each newer checkpoint, the reason why it was not restored.
     """
 
     step: int
@@ -77,30 +77,30 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install -e ".[checkpoint]"`. Inside `with`, the run holds the lock on the folder, and
-    another run that wants to write there is refused with `lock.Held`. Reading needs no lock, and no
-    `with`.
+    The class needs `pip install -e ".[checkpoint]"`. Inside `with`, the run holds the lock on the
+    folder, and another run that wants to write there is refused with `lock.Held`. Reading needs no
+    lock, and no `with`.
 
     Args:
         folder: the folder of the checkpoints; it is made if it is missing.
-        settings: the settings that the run's numbers depend on (not its layout), as JSON values. A
-            checkpoint with other settings belongs to another run and is refused; the message names
-            the differences.
+        settings: the settings on which the results of the run depend, as JSON values, without the
+            layout. A checkpoint with other settings belongs to another run and is refused; the
+            message names the differences.
         lose_at_most: the most steps that must be computed again if the job is killed at any moment.
             Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
             before the next save begins.
-        keep: which of the finished checkpoints stay.
-        form: the form in which a state is stored, which all layouts share; None stores the state
-            unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
-            chunks.
+        keep: says which finished checkpoints are not removed.
+        form: the form in which a state is stored. All layouts share this form. With None, the state
+            is stored unchanged. A pipeline needs the form of `decoder.stored`, which joins the
+            blocks of the pipeline's chunks.
         finite: a function that takes the path of an array, and returns whether the array must be
-            finite. By default every array must be finite. Return False, for example, for a mask of
-            -inf, or for an optimizer's best value that begins at inf.
+            finite. By default every array must be finite. Let the function return False, for
+            example, for a mask of -inf, or for an optimizer's best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). Between two tries there is a pause, first of
-            1 s and then each time twice as long; 8 tries take two minutes. The run does not wait
-            for them. With 2 tries or more, each process keeps a copy of its blocks in the host's
-            memory until the save is finished.
+            one second and then each time twice as long; 8 tries take two minutes. The run goes on
+            meanwhile. With 2 tries or more, each process keeps a copy of its blocks of the arrays
+            in the host's memory until the save is finished.
         say: prints a line on the first process, or on a process with an error.
 
     Raises:
@@ -145,8 +145,8 @@ class Checkpoints:
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. Reads `refused` when it is called, since the
-            dict changes.
+            """Moves a bad checkpoint of `step` aside. Looks up `self.refused` at each call, since
+            the dict changes.
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
@@ -202,7 +202,8 @@ class Checkpoints:
             state: the state. Its arrays, random keys and plain numbers are stored; at least one
                 array must not be empty. Other leaves, such as functions, are not stored; `restore`
                 takes them from its argument `like`.
-            note: JSON values that `restore` returns with the state, such as counts of the loop.
+            note: JSON values that `restore` returns with the state, such as counts that the
+                training loop keeps.
             evaluated: the loss of this state on held-out data, if it was measured. The newest
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
@@ -243,14 +244,15 @@ class Checkpoints:
         self._writer.check()
 
     def wait(self) -> None:
-        """Waits until the last save is finished, with its manifest. Raises the error of the save,
-        as `check` does.
+        """Waits until the last save is finished and its manifest is written. Raises the error of
+        the save, as `check` does.
         """
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
-        """Forgets that the checkpoint of `step` was refused, since there is a new one, and removes
-        old checkpoints. The writer calls this method after it has finished a checkpoint.
+        """Forgets that an earlier checkpoint of `step` was refused, since a new one replaces it,
+        and removes old checkpoints. The writer calls this method after it has finished a
+        checkpoint.
         """
         self.refused.pop(step, None)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
@@ -264,8 +266,8 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which
-        is not read.
+        """Returns the steps of the finished checkpoints, oldest first. A checkpoint is finished if
+        it has a manifest; the manifest is not read here.
         """
         return retention.finished(self.folder)
 
@@ -280,7 +282,7 @@ class Checkpoints:
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
-            before: pass over the checkpoints of this step and later ones, if there is a checkpoint
+            before: a step. Its checkpoint and later ones are passed over, if there is a checkpoint
                 of an earlier step. When the run continues from the earlier checkpoint, its saves
                 remove the later ones.
 
@@ -375,8 +377,9 @@ class Checkpoints:
 
     def _newest_good(self) -> int:
         """Returns the newest step that is not refused and whose files have the right names and
-        sizes; refuses the newer checkpoints. Returns `NONE` if the folder never held a finished
-        checkpoint. Raises `Refused` if the folder held finished checkpoints, and none is good.
+        sizes. Refuses the checkpoints that are newer than this step and not good. Returns `NONE` if
+        the folder never held a finished checkpoint. Raises `Refused` if the folder held finished
+        checkpoints, and none is good.
         """
         # Each step that has a folder, finished or not, or that `newest.json` names; and why that
         # file cannot be read, or "".

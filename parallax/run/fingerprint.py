@@ -11,10 +11,10 @@ something is broken: a memory, an arithmetic unit, a link, or a program. No othe
 difference, since JAX reads one copy and assumes that the others are equal.
 
 Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
-words of all devices to all devices. Every device then compares the words of copies: two blocks are
-copies if their devices differ only along mesh axes that do not split the leaf. The check is a
-separate program, so a step after which no check is made costs nothing extra, and the step's program
-stays the same. The check reads the state once, and sends 8 bytes per leaf.
+words of all devices to all devices. Every device then compares the words of copies: two blocks of a
+leaf are copies if the devices that hold them differ only along mesh axes that do not split the
+leaf. The check is a separate program, so a step after which no check is made costs nothing extra,
+and the step's program stays the same. The check reads the state once, and sends 8 bytes per leaf.
 
 An array cannot be compared if each device has a different block of the array; `uncompared` names
 such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
@@ -102,14 +102,14 @@ def check(step: int, tree: PyTree) -> None:
 
 
 def differing(tree: PyTree) -> list[Differs]:
-    """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
-    list if no copies differ.
+    """Returns a list of the copies of arrays of `tree` that differ from the copies on other
+    devices. The list is empty if no copies differ.
 
-    The sharding of an array says which blocks should be equal: the blocks of devices along the mesh
-    axes that the spec does not name. All processes must call the function, and get the same list.
-    The copies that most devices hold are taken to be right. The rarest copy comes first in the
-    list. If a step has carried the fault to other devices, as between tensor shards, the fault most
-    likely began at the rarest copy.
+    The sharding of an array says which blocks should be equal: along each mesh axis that the spec
+    does not name, all devices should hold the same block. All processes must call the function, and
+    get the same list. If copies differ, the bits that most devices hold are taken to be right. The
+    list begins with the copy whose bits the fewest devices hold. If a step has carried the fault to
+    other devices, as between tensor shards, the fault most likely began at that copy.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -117,7 +117,7 @@ def differing(tree: PyTree) -> list[Differs]:
 
     Raises:
         ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
-            first array; or `tree` is being traced: inside a program call `compared`.
+            first array; or `tree` is being traced (inside a program, call `compared`).
     """
     placed = _placed(tree)
     same, words = jax.block_until_ready(
@@ -156,20 +156,20 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
 def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
-    """Returns two results: whether the copies of each array of `tree` along `axis` are the same,
-    and the checksums of all copies, of two words each. Call it inside `mesh.spmd`.
+    """Returns two results: whether the copies of every array of `tree` are the same along `axis`,
+    and the checksums of all copies. A checksum has two words. Call the function inside `mesh.spmd`.
 
     The call costs one gather of 8 bytes per leaf. Both results are the same on all devices of
     `axis`.
 
     Args:
-        tree: local blocks.
+        tree: this device's blocks of the arrays.
         specs: the spec of each array, in a tree like `tree`.
         axis: all axes along which to compare: names, or names with a collective algorithm, such as
             `ring("data")`. For a whole mesh, pass its `axis_names`.
 
     Raises:
-        ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
+        ValueError: there are no arrays, or not as many specs as arrays.
     """
     axis = Axis.of(axis)
     names = axes(axis.names)
@@ -199,8 +199,8 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether all checksums equal those of the first device along the dims `along`. These
-    dims are the mesh axes along which the leaves are copies.
+    """Returns whether the checksums are equal along the dims `along` of `words`. These dims are the
+    mesh axes along which the devices hold copies of the leaves.
     """
     first = words
     for dim in along:
@@ -212,14 +212,15 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Returns two words of 32 bits: a checksum of the bits of `x`, of any dtype, and of the places
-    of its numbers.
+    """Returns a checksum, two words of 32 bits, of the bits and the places of the numbers of `x`.
+    The array `x` may have any dtype.
 
     Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
-    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
-    changes always changes it. In the second word each mixed number has a weight that depends on its
-    place, as in Fletcher's checksum. So changes that cancel in the first sum hardly ever cancel in
-    the second. Sums of integers do not depend on the order in which they are added.
+    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so this word always
+    changes if one number changes. The second word is a sum in which each mixed number has a weight
+    that depends on its place, as in Fletcher's checksum. So changes that cancel in the first sum
+    hardly ever cancel in the second. Sums of integers do not depend on the order in which they are
+    added.
 
     The function reads `x` once on each device, with a few integer operations and no extra memory.
     """
@@ -250,8 +251,9 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns numbers whose bits each depend on all bits of `x`; different numbers stay
-    different. These are the last steps of MurmurHash3, with its constants.
+    """Returns each number of `x` with its bits mixed: each new bit depends on all bits of the
+    number. Different numbers stay different. These are the last steps of MurmurHash3, with its
+    constants.
     """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
@@ -322,7 +324,7 @@ def _placed(tree: PyTree) -> _Placed:
 
 
 def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
-    """Returns the spec and the mesh of an array. Refuses one that is traced or on no mesh."""
+    """Returns the spec and the mesh of an array. Refuses a traced array, and one on no mesh."""
     if isinstance(leaf, Tracer):
         raise ValueError(
             f"fingerprint needs arrays with values, and {path or 'the array'} is being "
@@ -341,7 +343,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
 
 def _places(device_mesh: Mesh) -> tuple:
     """Returns the axes, the shape and the devices' ids of a mesh, to compare the mesh with another
-    one. Unlike `==` of meshes, this leaves out the types of the axes, Auto or Explicit.
+    one. Unlike `==` of meshes, such a comparison ignores the types of the axes, Auto or Explicit.
     """
     return (
         device_mesh.axis_names,
@@ -359,8 +361,8 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    """Returns whether all copies are equal, and the checksums of all devices, [*mesh, leaves,
-    words]. `over` is the mesh.
+    """Returns whether all copies are equal, and the checksums of all devices, in an array of shape
+    [*mesh, leaves, words]. `over` is the mesh.
     """
 
     def local(*blocks):
@@ -371,8 +373,9 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies that differ, the rarest first. `words` are the checksums of all devices,
-    [*mesh, leaves, words].
+    """Returns the copies of leaves that differ from other copies. First come the copies whose bits
+    the fewest devices hold. `words` has the checksums of all devices, and the shape [*mesh, leaves,
+    words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
@@ -390,8 +393,9 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """Returns the places of the devices in the mesh, as index tuples, in groups that should hold
-    equal blocks: the devices of a group have the same index along each of the dims `splits`.
+    """Returns the places of the devices in the mesh, in groups whose devices should hold equal
+    blocks. A place is a tuple of indices. The places of a group have the same index along each of
+    the dims `splits`.
     """
     groups = defaultdict(list)
     for place in np.ndindex(*device_mesh.devices.shape):
@@ -405,7 +409,8 @@ def _strays(
     """Returns the devices of one group whose words differ from the most common words. If two
     versions of the words are equally common, it returns all devices of the group.
 
-    `path` is the leaf. `words_of` has the words of each device by its place in the mesh.
+    `path` is the path of the leaf. `words_of` has the words of each device by its place in the
+    mesh.
     """
     counts = Counter(words_of.values())
     if len(counts) == 1:

@@ -54,7 +54,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
     """Ends the process at once, without a save. This is a handler for `signals.listening`, which
-    passes the signal and the count of signals so far.
+    calls it with the signal and the number of signals so far.
     """
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",

@@ -1,5 +1,5 @@
 """Parts of a training loop that survives faults: `Skipped` counts the steps that were not finite,
-`Clock` measures the seconds, and a sink such as `jsonl` writes the metrics.
+`Clock` measures the time, and a sink such as `jsonl` writes the metrics.
 
 The parts do not depend on each other; use the ones that your loop needs.
 """
@@ -27,17 +27,18 @@ class OverBudget(RuntimeError):
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the steps that `step.make` skipped because they were not finite, against a budget.
+    """Counts the steps that `step.make` skipped because their numbers were not finite, and raises
+    an error if there are more than `budget`.
 
-    With a loss scale, a step that overflows shows that the scale was too large, and `step.make`
-    lowers the scale. Only an overflow at the smallest scale counts. `step.make` also skips a step
-    whose loss is above a limit. Such steps should not be counted here, so call `Skipped.count` only
-    for steps for which `run.spikes.Spikes.count` returned False.
+    With a loss scale, an overflow shows that the scale was too large, so `step.make` lowers the
+    scale. A step with an overflow counts only if the scale was already the smallest one.
+    `step.make` also skips a step whose loss is above a limit. Such steps should not be counted
+    here, so call `Skipped.count` only for steps for which `run.spikes.Spikes.count` returned False.
 
     Args:
         budget: the number of steps that may be skipped in a run.
-        steps: the steps that were skipped so far, oldest first; a resumed run passes those that it
-            stored in the checkpoint's note.
+        steps: the steps that were skipped so far, oldest first; a resumed run passes the list that
+            it stored in the checkpoint's note.
     """
 
     budget: int
@@ -47,9 +48,9 @@ class Skipped:
     _scale: float = dataclasses.field(default=math.inf, init=False)
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps than the
-        budget were skipped; steps that only lowered the loss scale do not count. After this error
-        the state is still good, and can be saved.
+        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps were skipped
+        than the budget allows; steps that only lowered the loss scale do not count. After this
+        error the state is still good, and can be saved.
 
         Args:
             number: the number of the step.
@@ -83,22 +84,22 @@ class Skipped:
 
 
 class Clock:
-    """Measures the seconds of a run by name, and its goodput: productive seconds over all seconds
-    since the run first began.
+    """Measures the seconds of a run by name, and the goodput of the run. The goodput is the number
+    of productive seconds divided by all seconds since the run first began.
 
         with clock("steps"):
             ...
 
     Put `clock.note()` into each checkpoint, and pass that note to `Clock` when the run is resumed.
-    The steps after the checkpoint, which were lost, and the time until the restart then count as
-    not productive.
+    The time of the steps that were lost after the checkpoint, and the time until the restart, then
+    count as not productive.
 
     Args:
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
         productive: the names whose seconds are productive.
 
     Attributes:
-        seconds: the seconds so far, by name, with those of the run that this one resumes.
+        seconds: the seconds so far, by name, including the seconds of the run that was resumed.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class Clock:
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """Returns productive seconds over all seconds since the run first began, from 0 to 1.
+        """Returns the productive seconds divided by all seconds since the run first began, from 0
+        to 1.
 
         If the system's clock was set back, the run may have counted more seconds than the clock
         shows. The sum of the counted seconds is then used in place of all seconds.
@@ -181,9 +183,9 @@ def jsonl(
         path: the file.
         after: lines of an earlier session are kept up to this step; later lines are removed,
             because their steps are computed again.
-        say: prints a message if an earlier session left incomplete lines, which are removed, or if
-            lines wait.
-        patience: the seconds that lines may wait; a call that fails later than that raises
+        say: prints a message if lines wait, or if an earlier session left incomplete lines, which
+            are removed.
+        patience: the seconds that lines may wait; a call that fails after that time raises
             `OSError`.
     """
     path = Path(path)
@@ -202,8 +204,8 @@ def jsonl(
     failed_since = math.inf  # the time of the first failure since the last success
 
     def sink(step, values):
-        """Writes the line of `step`, and the lines that wait. If the storage fails, they all wait,
-        or after `patience` seconds an error is raised.
+        """Writes the line of `step`, and the lines that wait. If the storage fails, all these lines
+        wait. After `patience` seconds of failures an error is raised.
         """
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")

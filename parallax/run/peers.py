@@ -2,9 +2,9 @@
 
 Each process writes an *entry* into the store twice a second: its phase, which says what it is doing
 (such as "in step 3"), and how many entries it has written. A process that raises an error writes
-the error too, and the others end. If a process waits too long, `Peers.culprit` reads the entries
-twice, and names the process that most likely holds up the others. If a process is gone, JAX's own
-heartbeats end the job.
+the error too, and the other processes then end. If a process waits too long, `Peers.culprit` reads
+the entries twice, and names the process that most likely holds up the others. If a process is gone,
+JAX's own heartbeats end the job.
 """
 
 import atexit
@@ -41,16 +41,16 @@ NAMES = (
 
 
 class Peers:
-    """Tells the other processes of a job about this process, and asks about the others. Make it
-    when JAX has connected the processes.
+    """Tells the other processes of a job about this process, and asks about the others. Make the
+    object after JAX has connected the processes.
 
     Args:
         job: this process.
         client: `collectives.types.coordination_client()`.
         limit: the seconds within which rank 0 must write its first entry.
 
-    Two jobs that were given one port may share JAX's service. So a rank whose variables `NAMES`
-    differ from those of rank 0 ends, and prints why.
+    Two jobs that were given one port may share JAX's service. So a rank ends, and prints why, if
+    its environment variables `NAMES` differ from those of rank 0.
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
@@ -103,8 +103,8 @@ class Peers:
         self._thread.join(GRACE)
 
     def tell(self, why: str) -> None:
-        """Tells the others that this process ends because of an error, as in `why="raised
-        ValueError"`; they then end too.
+        """Tells the other processes that this process ends because of an error, so that they end
+        too. `why` is the error in words, such as "raised ValueError".
 
         Rank 0 waits `GRACE` seconds, so that the others can read the error: JAX's service ends with
         rank 0.
@@ -118,15 +118,15 @@ class Peers:
 
     def culprit(self) -> str:
         """Returns a message that names the process that most likely holds up the others, or an
-        empty text.
+        empty text if all processes wait.
 
         The call takes between `GRACE` and 2 * `GRACE` seconds. If the store, which is in rank 0,
         does not answer in that time, rank 0 is named.
         """
 
         def compare() -> str:
-            """Reads the entries twice, and returns an error that a process told, or else a guess
-            from the two readings.
+            """Reads the entries twice. Returns the error of a process that has written one into the
+            store. If there is none, returns a guess from the two readings.
             """
             before = self._read(RANKS)
             time.sleep(GRACE)
@@ -179,7 +179,8 @@ class Peers:
 
 def job_name() -> str:
     """Returns a text that is the same in all processes of a job: a hash of the environment
-    variables `NAMES`, by which launchers name a job. They are hashed because one may hold a secret.
+    variables `NAMES`, by which launchers name a job. The variables are hashed because one may hold
+    a secret.
     """
     values = "\0".join(os.environ.get(name, "") for name in NAMES)
     return hashlib.sha256(values.encode()).hexdigest()
@@ -198,7 +199,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
     The first choice is a process that has left. The second is a process whose count is the same in
     the two readings, `before` and `after`. The third is a process in a phase that does not wait for
-    others. `rank` is this process, which is left out. The readings have the entries by key.
+    others. `rank` is the rank of this process, which is left out. Each reading is a dict of entries
+    by key.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():
@@ -214,7 +216,7 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`; `None` if the call takes longer than `seconds`, or JAX's
+    """Returns the result of `call`; `None` if the call takes longer than `seconds`, or if JAX's
     service cannot be reached. The service does not answer while rank 0 is stopped.
     """
     results = []

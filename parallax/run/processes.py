@@ -63,9 +63,10 @@ def initialize(
         processes: the number of processes of the job.
         rank: the rank of this process, from 0.
         cpu_devices: the number of virtual CPU devices of the whole job; each process makes its
-            share. Other platforms ignore it.
+            share. Platforms other than the CPU ignore this number.
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
-            Open MPI the default is one accelerator per process, by its local rank.
+            Open MPI the default is one accelerator per process, the one whose number is the rank of
+            the process on its machine.
         initialization_timeout: the seconds within which all processes must connect; a process that
             still waits then prints a message and ends. The seconds count from the start of the
             process, because the other processes also wait for slow imports; but this call gets at
@@ -186,15 +187,15 @@ def _start_limit(seconds: float) -> Iterator[None]:
 
 
 def run(main: Callable[[], Any], job: Job) -> None:
-    """Calls `main`, and ends this process: with code 0 if `main` returns, with another code if it
-    raises.
+    """Calls `main`, and then ends this process. The exit code is 0 if `main` returns, and another
+    number if `main` raises an error.
 
     After an error, the process prints the traceback and ends. It does not wait for exit handlers,
     barriers or threads, because these might wait for a process that is gone. The other processes
     read within two seconds that this process raised an error, and end. If a process fails because
-    another one is gone, it waits `peers.GRACE` seconds, and names the other one. `SystemExit` ends
-    the process with its code and message. `lock.Held` (another run holds the folder) prints one
-    line.
+    another one is gone, it waits `peers.GRACE` seconds, and its message names the other process.
+    `SystemExit` ends the process with its code and message. For `lock.Held` (another run holds the
+    folder), the message is one line.
     """
     several = jax.distributed.is_initialized()
     # A signal asks a job of several processes to stop together; a single process ends at once.
@@ -235,7 +236,7 @@ def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
 
 
 def _shut_down(job: Job) -> None:
-    """Waits until all processes of the job have come here, and disconnects this one."""
+    """Waits until all processes of the job have come here, and disconnects this process."""
     if job.peers:
         job.peers.leave()  # so that the others do not report this process as silent
     if jax.distributed.is_initialized():
@@ -267,8 +268,8 @@ def all_or_none(
     Args:
         prepare: the checks.
         job: the job that `initialize` returned.
-        refused: called on every rank before it ends, to undo what was done for the job, such as a
-            lock on its folder.
+        refused: called on every rank before the rank ends, to undo earlier work, such as to release
+            the lock on a folder.
     """
     result, error = None, None
     try:

@@ -1,5 +1,5 @@
-"""`Record`, the contents of a checkpoint's manifest. A malformed manifest is refused when it is
-read, with an error that names it, and the checkpoint is passed over.
+"""`Record`, the contents of a checkpoint's manifest. If a malformed manifest is read, an error
+names the file, and the checkpoint is passed over.
 
 contents.json    the record alone, written first: it says to which run the folder belongs
 manifest.json    the record and, as `files`, the size and hash of every other file,
@@ -35,9 +35,10 @@ class Record:
         step: the step of the checkpoint.
         settings: the settings of the run.
         note: the JSON values that the training loop stored for itself.
-        numbers: the plain numbers of the state, by path; a complex number is a list of two.
+        numbers: the plain numbers of the state, by path; a complex number is a list of its two
+            parts.
         arrays: the `[dtype, shape]` of each array of the state, by path.
-        evaluated: a finite loss that was measured of this state, or None.
+        evaluated: the finite loss that was measured for this state, or None.
     """
 
     step: int
@@ -76,8 +77,8 @@ def seal(folder: Path, record: Record) -> None:
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
-    """Returns whether `folder` is the checkpoint of `step` of the run with these settings, finished
-    or not.
+    """Returns whether `folder` is a checkpoint, finished or not, of `step` of the run with these
+    settings.
 
     A record in the folder must have this step and these settings. A link, the folder of another
     run, and a folder of other files do not belong to this run. An empty folder counts as this
@@ -121,9 +122,9 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns a generous bound on the bytes of a checkpoint's files: for each number of its arrays
-    twice the bytes of the widest number, and 1 GiB. A manifest that lists more is refused, so that
-    no absurdly large file is hashed.
+    """Returns a generous bound on the bytes of a checkpoint's files. The bound has 1 GiB, and for
+    each number of the arrays twice the bytes of the widest number. A manifest that lists more bytes
+    is refused, so that no absurdly large file is hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
@@ -158,8 +159,8 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Checks that a folder is the finished checkpoint of `step` of the run with these settings.
-    Names and sizes are checked, and hashes are not.
+    """Checks that a folder is the finished checkpoint of `step` of the run with these settings. The
+    names and sizes of the files are checked, but not their hashes.
 
     Raises:
         manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
@@ -206,8 +207,8 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     """Raises `manifest.Damaged` if the files in a folder differ in name or size from `files`, the
-    list in its manifest. Raises it too if `record`, from the manifest, differs from the record in
-    `contents.json`. Hashes are not checked.
+    files that the manifest lists. Raises this error too if `record`, which is from the manifest,
+    differs from the record in `contents.json`. Hashes are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
@@ -219,7 +220,7 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
 
 
 def newest(path: Path) -> int:
-    """Returns the step stored at `path`. Raises `manifest.Damaged` if there is none."""
+    """Returns the step stored at `path`. Raises `manifest.Damaged` if no step is stored there."""
     step = manifest.read(path).get("step")
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
     return step  # pyright: ignore[reportReturnType]

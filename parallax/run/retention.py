@@ -1,8 +1,8 @@
-"""Decides which checkpoints in a folder stay, and removes the others. It removes only checkpoints
-of this run; everything else in the folder stays.
+"""Decides which checkpoints in a folder stay, and removes the others. Only checkpoints of this run
+are removed; everything else in the folder stays.
 
 A checkpoint is *finished* if it has a manifest. A checkpoint is *refused* if this run has found
-that it cannot be restored; `refused` has the error of each such step.
+that it cannot be restored; `refused` has, by step, the error of each such checkpoint.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def step_of(path: Path) -> int | None:
 
 
 def finished(folder: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which is
+    """Returns the steps of the finished checkpoints, oldest first. Manifests are looked for, but
     not read.
     """
     steps = ((path, step_of(path)) for path in folder.iterdir())
@@ -174,8 +174,8 @@ def prune(
 
 def remove(path: Path) -> None:
     """Removes a checkpoint: first its manifest, and last `contents.json`, which says to which run
-    it belongs. If the removal is interrupted, an unfinished checkpoint of this run is left, which
-    `prune` can remove.
+    the checkpoint belongs. If the removal is interrupted, an unfinished checkpoint of this run is
+    left, which `prune` can remove.
     """
     if not (path / MANIFEST).is_dir():  # a folder of this name is removed below
         (path / MANIFEST).unlink(missing_ok=True)
@@ -188,13 +188,14 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay because of a measured loss. One is the newest checkpoint whose
-    loss was measured. The search begins with the steps `newest` (newest first), and goes on with
-    the steps `others`. The function also returns the newer checkpoints of another format, since
-    their loss may have been measured. Damaged checkpoints are left out.
+    """Returns the folders that stay because of a measured loss. One of them is the folder of the
+    newest checkpoint whose loss was measured. The search begins with the steps `newest` (newest
+    first), and goes on with the steps `others`. The function also returns the folders of newer
+    checkpoints of another format, since a loss may have been measured for these too. Damaged
+    checkpoints are left out.
 
-    Raises `OSError` if a manifest cannot be read now. `writer.Writer`, during whose save this runs,
-    then tries the end of the save again.
+    Raises `OSError` if a manifest cannot be read now. This function runs at the end of a save;
+    after the error `writer.Writer` tries that end again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

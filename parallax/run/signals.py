@@ -1,7 +1,7 @@
 """Handles signals that end a run, also while the main thread is inside a compiled program.
 
 Python calls a signal's handler in the main thread, between two Python instructions. So Python calls
-no handler while that thread compiles or waits for devices. But the C part of Python's handler
+no handler while the main thread compiles or waits for devices. But the C part of Python's handler
 writes the signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread here reads the
 pipe. JAX is not imported here.
 """
@@ -72,7 +72,7 @@ def say(line: str) -> None:
 
 def leave_terminal() -> None:
     """Discards all further output to the terminal. After SIGHUP the terminal is gone, and `print`
-    would raise an error in the middle of the save.
+    would raise an error in the middle of a save.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):

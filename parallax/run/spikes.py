@@ -45,7 +45,7 @@ class Spikes:
     Args:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
-        budget: the number of spikes in 64 steps at which `count` raises.
+        budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
 
     Attributes:
@@ -68,11 +68,11 @@ class Spikes:
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
-        """Returns whether the loss of step `number` was a spike: above `limit`. A loss that is no
-        spike, and finite, joins the losses of the median.
+        """Returns whether the loss of step `number` was a spike: above `limit`. A finite loss that
+        is no spike is added to the losses of which the median is taken.
 
         Raises:
-            Spiked: it was a spike, and `budget` of the last 64 steps were spikes.
+            Spiked: the loss was a spike, and `budget` or more of the last 64 steps were spikes.
         """
         if not loss > self.limit:  # nan is no spike: `metrics.Skipped` counts it
             self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
@@ -98,7 +98,7 @@ class Spikes:
         """Returns the guard for a run that went back from `step` to the checkpoint of step `first`.
 
         The guard has the losses of the checkpoint's `note`. It skips the batches of the steps after
-        `first`, up to and with `step`.
+        `first`, up to and including `step`.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -158,8 +158,8 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns the tree `like`, with its arrays and plain numbers replaced by the stored ones of the
-    same paths, `arrays` and `numbers`. Other leaves stay.
+    """Returns the tree `like`, with stored values in place of its arrays and plain numbers.
+    `arrays` and `numbers` have the stored values by path. Other leaves of `like` stay.
     """
 
     def leaf(path, leaf):
@@ -239,7 +239,7 @@ def plain(leaf: Any) -> Any:
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """Returns the arrays of size zero among `arrays`; Orbax does not store these. In place of a
-    `jax.ShapeDtypeStruct` of size zero, it returns a new array.
+    `jax.ShapeDtypeStruct` of size zero, the function returns a new array.
     """
 
     def array(leaf):
@@ -272,8 +272,8 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """Returns this process's blocks of an array, by device, copied to the host. Devices with copies
-    of one block share one copy.
+    """Returns this process's blocks of an array, by device, copied to the host. Devices that hold
+    the same block share one copy of it.
     """
     # The index is taken as text, since slices cannot be keys of a dict. Copies of a block have the
     # same index.
@@ -288,7 +288,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
 def _of_blocks(
     blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """Returns a global array of `shape` from this process's blocks, by device.
+    """Returns a global array of `shape`. `blocks` has the blocks of this process's devices, by
+    device.
 
     On accelerators the blocks stay in the host's memory, if the devices can read that memory: the
     devices' own memory is full of the run's state.

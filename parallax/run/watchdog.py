@@ -1,9 +1,9 @@
-"""Ends a job if a step takes too long, and names the rank that held it up.
+"""Ends a job if a step takes too long, and names the rank that held up the job.
 
 A collective waits forever for a rank that sleeps or is stuck on a dead disk. Heartbeats do not
-detect this, because the process is still alive. So each rank notes its *phase*, the name of the
-part of the step that it is in. The message that the watchdog prints names the phase, and so says
-what the rank was doing.
+detect such a rank, because its process is still alive. So each rank notes its *phase*, the name of
+the part of the step that the rank is doing. The message that the watchdog prints names the phase,
+and so says what the rank was doing.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
 class Watchdog:
-    """Ends the job when a step takes too long, and names the rank that held it up, with its last
-    phase.
+    """Ends the job when a step takes too long, and names the rank that held up the job, and the
+    last phase of that rank.
 
         with Watchdog(job, seconds=60) as watch:
             for i in range(steps):
@@ -31,14 +31,14 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
-    The time runs from the moment when the watchdog is made. Make the watchdog first, so that the
-    argument `first` limits the whole start.
+    The time runs from the moment when the watchdog is made. Make the watchdog before any other
+    work, so that the argument `first` limits the whole start.
 
-    Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end it
-    without the others. A rank that waits is probably held up by another rank, so it prints its
-    message `peers.GRACE` seconds later. So the rank at fault prints first, with the stacks of its
-    threads, and ends the job. If that rank cannot print, because it is stopped, is gone or holds
-    Python's lock, the others name it by `Peers.culprit`.
+    Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
+    a phase without the other ranks. A rank that waits is probably held up by another rank, so it
+    prints its message `peers.GRACE` seconds later. So the rank at fault prints first, with the
+    stacks of its threads, and ends the job. If that rank cannot print, because it is stopped, is
+    gone or holds Python's lock, the other ranks name it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
@@ -77,13 +77,17 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
-        """Notes that step `number` begins now, with this phase. Its time is counted from now on."""
+        """Notes that step `number` begins now, in this phase. The time of the step is counted from
+        now on.
+        """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """Sets the phase of this rank. `waits`: the phase cannot end without the other ranks."""
+        """Sets the phase of this rank. `waits` says that the phase cannot end without the other
+        ranks.
+        """
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:
             self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
@@ -101,8 +105,9 @@ class Watchdog:
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
-        """Sets a timer, `LAST_RESORT` seconds after the step's limit, that runs in C code. It ends
-        the process even if Python's lock is held, so that no thread of Python can run.
+        """Sets a timer in C code that ends the process `LAST_RESORT` seconds after the step's
+        limit. It does so even while one thread holds Python's lock, and no other thread of Python
+        can run.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2

@@ -1,5 +1,6 @@
-"""Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then all files are
-hashed, the manifest is written, which *seals* the checkpoint, and old checkpoints are removed.
+"""Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then the
+checkpoint is *sealed*: all files are hashed, and the manifest is written. At the end old
+checkpoints are removed.
 
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
@@ -72,15 +73,15 @@ class Writer:
         """Begins to write a checkpoint. The arrays may be donated as soon as the call returns. No
         other checkpoint may be in progress.
 
-        `lost` waits for the search for nan and inf, and returns the names of the arrays that have
-        any. `write` calls `lost` after Orbax has begun to write, so that the search and the writing
-        run at the same time. If `lost` returns names, `write` removes the files that Orbax has
-        begun to write.
+        `lost` waits for the search for nan and inf, and returns the names of the arrays that have a
+        nan or an inf. `write` calls `lost` after Orbax has begun to write, so that the search and
+        the writing run at the same time. If `lost` returns names, `write` removes the files that
+        Orbax has begun to write.
 
         Raises:
             ValueError: an array is not finite.
-            retention.Later: the folder holds a finished checkpoint of this step or a later one, as
-                `make_room` finds.
+            retention.Later: `make_room` found a finished checkpoint of this step or of a later one
+                in the folder.
             OSError: the storage failed, and will not recover by itself.
         """
         # A second try needs copies, since the arrays may be donated by then.
@@ -181,8 +182,8 @@ class Writer:
         Args:
             name: the name of this save, with which the keys of its barriers begin.
             record: the contents of the manifest.
-            copies: a function that returns the arrays from copies, since the caller may have
-                donated them.
+            copies: a function that makes the arrays again from copies, since the caller may have
+                donated the arrays.
             first_failure: the error of `_begin`, in the caller's thread, or None.
         """
         written = False
@@ -225,8 +226,8 @@ class Writer:
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
-        """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's. It is
-        made again after each failure, since the old one cannot write any more.
+        """Returns a new asynchronous checkpointer of Orbax, which uses the barriers of this writer.
+        A new one is needed after each failure, since the old one cannot write any more.
         """
         checkpoint = orbax()
         # Weights hardly compress, and compression takes more CPU time than the rest of a save.
@@ -255,7 +256,7 @@ class Writer:
 
     def _failed(self, step: int, error: BaseException) -> OSError:
         """Returns an error that says which checkpoint was not saved, and which finished one is the
-        newest. Its cause is `error`.
+        newest. The cause of the returned error is `error`.
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
