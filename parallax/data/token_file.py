@@ -1,8 +1,9 @@
-"""Tokens in a file, read when they are indexed: only the tokens of a batch are read.
+"""Reads tokens from a file when they are indexed, so that only the tokens of a batch are read.
 
 The file is not mapped into memory. If a mapped file is cut short, the next access ends the process
-by a signal, SIGBUS, without a message. A read of such a file raises an ordinary error. A batch of 8
-windows of 1,024 tokens takes about 90 microseconds to read; from a mapped file it takes 22.
+by a signal, SIGBUS, without a message. If the file is read by system calls, an ordinary error is
+raised. A batch of 8 windows of 1,024 tokens is read in about 90 microseconds, and from a mapped
+file in 22.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from parallax.data import manifest
 
 
 class State(NamedTuple):
-    """A file's size in bytes, and when its bytes last changed, in nanoseconds since 1970."""
+    """The size of a file in bytes, and the time of its last change, in nanoseconds since 1970."""
 
     size: int
     changed: int
@@ -29,8 +30,8 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file. `file[places]` reads the tokens at these places, `file[start:stop]` is a
-    view, `len(file)` is the number of tokens, and `numpy.asarray(file)` reads the whole text.
+    """A text in a file. `file[places]` reads the tokens at these places, and `numpy.asarray(file)`
+    reads the whole text. `file[start:stop]` is a view, and `len(file)` is the number of tokens.
 
     Consecutive places are read in one call. The file is opened anew each time it is indexed (about
     10 microseconds), so a text may have more files than a process may hold open.
@@ -42,7 +43,8 @@ class File:
     Attributes:
         path: the path of the file.
         dtype: the type of a token in the file.
-        places: the range of the text's tokens in the file; the file's first token has place 0.
+        places: the range of the places in the file that hold the text; the file's first token has
+            place 0.
         state: the size and the time of the file when this object was made.
     """
 
@@ -100,9 +102,9 @@ class File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
-        """Opens the file, and yields its descriptor. At the end of the `with` block it raises
-        `Damaged` if the file has changed since this object was made. So tokens of a changed file
-        are never returned.
+        """Opens the file, and yields its descriptor. At the end of the `with` block this function
+        raises `Damaged` if the file has changed since this object was made. So tokens of a changed
+        file are never returned.
         """
         try:
             with _files.open_file(self.path, "a token file") as file:
@@ -121,7 +123,7 @@ class File:
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
         """Fills `into` with this text's tokens, beginning at place `first`; stops if the file ends.
-        The text is a part of the file, which begins at the file's token `self.places.start`. One
+        The text is a part of the file, and begins at the file's token `self.places.start`. One
         system call may read only a part of the tokens, so the call is repeated.
         """
         unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize

@@ -49,9 +49,9 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     Each file appears whole or not at all. The record is written last, and an older record is
     removed before the tokens appear. So a record never stands beside tokens of another vocabulary.
 
-    Raises `ValueError` if there are no tokens, or if they are not whole numbers in one dim or are
-    outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example because
-    the disk is full; the older file is then unchanged.
+    Raises `ValueError` if there are no tokens, if the array is not one dim of whole numbers, or if
+    a token is outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example
+    because the disk is full; the older file is then unchanged.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
@@ -67,9 +67,9 @@ def store(
 ) -> list:
     """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
-    The tokens are first written to a file of another name, which is then renamed to `path`.
+    The tokens are first written to a file of another name, and this file is then renamed to `path`.
     `before` is called between these two steps, when the tokens are on the disk. `write` uses it to
-    remove an old record, so that a record never stands beside tokens that are not its own.
+    remove an old record, so that the record of one text never stands beside the tokens of another.
     """
     item = stored_as(vocabulary)  # the dtype of a token
     check(tokens, vocabulary, where=f"tokens for {path}")
@@ -100,16 +100,16 @@ def read(
     Args:
         path: the path of the file.
         vocabulary: the vocabulary of the tokenizer that made the tokens.
-        check_bytes: whether to read the file once, and to check its hash and that all numbers are
-            in the vocabulary. A restarted run may pass `False`: then only the record and the size
-            are checked.
+        check_bytes: whether to read the file once, to check its hash, and to check that all numbers
+            are in the vocabulary. A restarted run may pass `False`: then only the record and the
+            size are checked.
 
     Raises:
         FileNotFoundError: there is no file.
         manifest.Damaged: the bytes differ from those that were written, or the record is damaged.
         ValueError: the file has another vocabulary, another format, or four bytes per token
-            although the vocabulary needs two; or it is empty or cut short, or holds tokens outside
-            the vocabulary.
+            although the vocabulary needs two. Or the file is empty or cut short, or holds tokens
+            outside the vocabulary.
     """
     path, item = Path(path), stored_as(vocabulary)  # `item`: the dtype of a token
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
@@ -137,15 +137,14 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once. Refuses bytes whose hash is not `stored`, and numbers outside the
-    vocabulary.
+    """Reads `file` once. Raises an error if the hash of its bytes is not `stored`, or if a number
+    is outside the vocabulary.
 
-    Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
-    read as numbers of two bytes. Every second number is then the upper half of a token, which is
-    small. So a file is refused if every second number is 0. It is also refused if every second
-    number is below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and some number
-    between them is 1,024 or more: a text of small numbers only is accepted. The bound 1,024 is
-    chosen, 16 * 64.
+    If `stored` is None, there is no record, so the file may have tokens of four bytes that are read
+    as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
+    file is refused if every second number is 0. A file is also refused if every second number is
+    below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and one of the other numbers is
+    1,024 or more. So a text that has only small numbers is accepted.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -177,11 +176,11 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """Returns `(train, held_out)`, views of the first tokens and of the last tokens. The argument
-    `held_out` is the fraction of the tokens that is held out.
+    """Returns the pair `(train, held_out)`: a view of the first tokens, and a view of the last
+    tokens. The argument `held_out` is the fraction of the tokens in the second view.
 
     The text is cut at one place only, so held-out sentences do not stand between sentences of the
-    training text. Raises `ValueError` if one side would have no token.
+    training text. Raises `ValueError` if one of the views would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
@@ -199,7 +198,7 @@ def record_of(path: Path) -> Path:
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
     """Returns the dtype of a stored token: two bytes, or four if the vocabulary has more than
-    65,536 tokens. Raises `ValueError` if it has less than 1 or more than 2^31.
+    65,536 tokens. Raises `ValueError` if the vocabulary has less than 1 token or more than 2^31.
     """
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
@@ -213,8 +212,8 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
     """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to V - 1.
 
-    The message begins with `where`. For a text that is checked in parts, `first` is the index of
-    the part's first token in the text.
+    The message begins with `where`. If `tokens` is a part of a text, `first` is the index in the
+    text of the first token of this part.
     """
     (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
@@ -243,7 +242,7 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
     """Raises `ValueError` if a record's format is not `FORMAT`, its vocabulary is not `vocabulary`,
     or its type of token is not the one for this vocabulary.
 
-    `place` is the path of the record, and `tokens` the path of its tokens.
+    `place` is the path of the record, and `tokens` is the path of the tokens that it describes.
     """
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
