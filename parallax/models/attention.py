@@ -24,9 +24,9 @@ def grouped(
     """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
     wider.
 
-    Query head h attends to the keys and values of head h // (H / G), so neighbouring heads share
-    them. With G = H this is the attention of Vaswani et al., with G = 1 multi-query attention. All
-    B H T S scores, for S keys, are in memory at once.
+    Query head h attends to the keys and values of head h // (H / G), so H / G neighbouring heads of
+    queries share one head of keys and values. With G = H this is the attention of Vaswani et al.,
+    with G = 1 multi-query attention. All B H T S scores, for S keys, are in memory at once.
 
     Args:
         q: the queries of H heads.

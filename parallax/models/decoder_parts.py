@@ -1,17 +1,18 @@
 """A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
 
 The families here differ in their blocks and in their positions. The embedding, the head and the
-loss are the same, and are here. The vocabulary is split over stages and tensor devices: each of P
-stages holds 1/P of the rows and computes 1/P of the head, so none is slower than the others.
+loss are the same for all families, and are in this module. The vocabulary is split over stages and
+tensor devices: each of P stages holds 1/P of the rows and computes 1/P of the head, so no stage is
+slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
 that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has all
-tokens that its layers compute. `sum_partials(x)` takes the devices' terms for all tokens of the
-layers, and returns their sums for the tokens that this device has in the stream. `T shard` is the
-number of a device's tokens in that stream. The functions of `decoder_taps` return their argument
-unchanged; while `bisect` records, they also report it.
+these tokens further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has
+all tokens that its layers compute. `sum_partials(x)` takes the devices' terms for all tokens that
+the layers compute, and returns the sums of these terms for the tokens that this device has in the
+stream. `T shard` is the number of a device's tokens in that stream. The functions of `decoder_taps`
+return their argument unchanged; while `bisect` records, they also report that argument.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -37,7 +38,7 @@ ONE_DEVICE = tensor.comms(())
 
 
 def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
-    """Returns `x`: the family's positions enter in its blocks, or it has none."""
+    """Returns `x`, for a family without positions, or with positions that enter in the blocks."""
     return x
 
 
@@ -60,7 +61,8 @@ class DecoderParts(NamedTuple):
             values returns a `pipeline.Output`.
         add_positions: a function `(model, x, keys, *, first, comms)`. It adds the embeddings of the
             positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens. Then it
-            applies the family's dropout, by `keys`, one for each sequence; None: no dropout.
+            applies the family's dropout. `keys` has a random key for each sequence; if `keys` is
+            None, there is no dropout.
     """
 
     name: str
@@ -82,10 +84,11 @@ def loss_and_aux(
     """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks as arrays
     [L, ...], or None if the blocks have none.
 
-    `model` is a whole model, or a shard of it along `axis`. `batch` may be a tuple: the windows of
-    T + 1 tokens, and the keys of dropout. `attend` is the attention function, and `comms` makes the
-    functions by which the devices of `axis` communicate. `remat` wraps each block, and the loop
-    over blocks has `unroll` of them in its body. The errors are those of `loss`.
+    `model` is a whole model, or one device's shard of a model along `axis`. `batch` may be a tuple:
+    the windows of T + 1 tokens, and the keys of dropout. `attend` is the attention function, and
+    `comms` makes the functions by which the devices of `axis` communicate. `remat` wraps each
+    block, and the body of the loop over blocks runs `unroll` blocks. The errors are those of
+    `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -114,16 +117,16 @@ def loss(
     """Returns the mean cross-entropy, in nats per token, of all tokens after the first in `batch`'s
     windows of T + 1 tokens; auxiliary losses of the blocks are added.
 
-    With `context.comms`, it is the mean over this device's tokens only.
+    With `context.comms`, the loss is the mean over this device's tokens only.
 
     Args:
         parts: the functions of the family.
-        model: the whole model, or a shard of it along `axis`.
+        model: the whole model, or one device's shard of the model along `axis`.
         batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout [B]; without
-            dropout the keys are None.
-            If it has weights, the loss of each target is multiplied by its weight, and the sum is
-            still divided by the number of targets. Dropout depends only on a sequence's key, the
-            layer and the head, so it is the same under every layout.
+            dropout the keys are None. If the batch has weights, the loss of each target is
+            multiplied by the target's weight, and the sum is still divided by the number of
+            targets. Dropout depends only on a sequence's key, the layer and the head, so it is the
+            same under every layout.
         attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
             keys and values [B, T, G, K], for H heads of queries and G heads of keys, where G
             divides H. On a GPU it may be `functools.partial(jax.nn.dot_product_attention,
@@ -134,14 +137,14 @@ def loss(
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
         remat: a function that takes a block, `(weights, x, layer) -> x`, and returns a wrapped
-            block. Examples are the functions of `parallax.remat`, and `zero.gathered` with its axis
-            and specs, whose block first gathers its weights.
+            block. Examples are the functions of `parallax.remat`, and `zero.gathered` with an axis
+            and specs: the block that it returns first gathers the weights.
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
     Raises:
         ValueError: T is more than the model's context; there is no token to predict; the queries of
-            this shard attend to heads of keys and values that it does not have; or, outside
+            this shard attend to heads of keys and values that the shard does not have; or, outside
             `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
             deleted. Inside `jax.jit`, a token outside the vocabulary makes the loss nan.
     """
@@ -194,11 +197,11 @@ def stages(
     """Returns the three functions `(embed, stage, head)` of a decoder, for
     `pipeline.value_and_grad`.
 
-    A microbatch `part` is a `Batch`, or a tuple of its first fields. The fields are the windows
-    [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say to
-    which document each token belongs. `embed(model, part)` returns the input x of the first block.
-    `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x, part)`
-    returns the loss.
+    A microbatch `part` is a `Batch`, or a tuple of the first fields of one. The fields are the
+    windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say
+    to which document each token belongs. `embed(model, part)` returns the input x of the first
+    block. `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x,
+    part)` returns the loss.
 
     Args:
         parts: the functions of the family.
@@ -207,20 +210,21 @@ def stages(
         axis: the tensor axis inside each stage.
         comms: how the devices of `axis` communicate.
         attend: the attention function.
-        remat: wraps each block.
+        remat: the function that wraps each block.
         unroll: the number of blocks in the loop's body.
     """
 
     def comms_of_ends():
         """Returns the communication of the embedding and the head inside a stage. Over the stages,
-        which split the vocabulary too, they send by `across`."""
+        which split the vocabulary too, the embedding and the head send by `across`.
+        """
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
     def embed_part(model, part):
         """Returns the first block's input, [B, T shard, D], for the microbatch `part`.
 
-        The vocabulary is split over `axis` and over the stages. Only the first stage uses x, so
-        `sum_to_first` sums the stages' rows there.
+        The vocabulary is split over `axis` and over the stages. Only the first stage uses this
+        input, so `sum_to_first` adds up the stages' rows on the first stage only.
         """
         windows, keys, weights, _ = Batch(*part)
         return embed(
@@ -294,9 +298,9 @@ def embed(
     embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
-    applies the dropout. Each device looks up the rows that it has, and `comms` sums them over the
-    devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only the
-    first stage uses the sum. The caller then passes `pipeline.sum_to_first` over the stages as
+    applies the dropout. Each device looks up the rows that it has, and `comms` sums these rows over
+    the devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only
+    the first stage uses the sum. The caller then passes `pipeline.sum_to_first` over the stages as
     `across`.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
@@ -337,8 +341,8 @@ def head(
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy of this device's part of the `targets`, in nats per token,
-    from the output of the last block. The loss of each target is multiplied by its weight in
-    `weights`; the sum is still divided by the number of targets.
+    from the output of the last block. The loss of each target is multiplied by the target's weight
+    in `weights`; the sum is still divided by the number of targets.
 
     In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
     from the last stage to all stages.
@@ -368,7 +372,8 @@ def positions(
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     """Returns a function `(*shape, scale=0.02)` that draws an array of normal numbers with the
-    standard deviation `scale`. It has random keys for `count` calls, and fails at a further call.
+    standard deviation `scale`. The function has random keys for `count` calls, and fails at a
+    further call.
     """
     keys = iter(jax.random.split(key, count))
 

@@ -32,9 +32,9 @@ class Batch(NamedTuple):
         keys: a random key for each sequence; None: no dropout.
         weights: the weight of each token after the first; None: all are 1. With
             `cross_entropy.normalized` the loss is a weighted mean.
-        segments: the number of each input's document: a token sees only its own document. None: all
+        segments: the number of each input's document. A token sees only its own document. None: all
             tokens are of one document. `documents.with_segments` makes the segments, and weights
-            that leave out targets of another document.
+            that leave out each target of another document than its input.
     """
 
     windows: Int[Array, "batch window"]
@@ -72,11 +72,12 @@ class Family:
             auxiliary values of a stage have a first dim of its layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
-            pipeline. With such an axis, the rule is for a model whose blocks are [v, L / v, ...],
-            for v chunks per stage, and splits dim 1 over the stages. For a configuration with
-            experts the function also takes `expert=`, the axis that splits the experts.
+            pipeline. With an axis `stage`, the rule is for a model whose blocks are [v, L / v,
+            ...], for v chunks per stage, and the rule splits dim 1 over the stages. For a
+            configuration with experts the function also takes `expert=`, the axis that splits the
+            experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
-            model on one device. It is used to draw text.
+            model on one device. This function is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
             while text is drawn; None: text is drawn without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
@@ -136,8 +137,8 @@ def run_blocks(
     """Returns `x` after these L blocks, whose arrays have a first dim of layers. The compiled
     program has the code of `unroll` layers, whatever L is.
 
-    If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
-    losses, and with their auxiliary values stacked to arrays [L, ...].
+    If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of the
+    blocks' losses, and with the blocks' auxiliary values stacked to arrays [L, ...].
 
     Args:
         blocks: the blocks of the model, of a stage, or of one chunk.
@@ -152,7 +153,9 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        """Returns the output of one block; a recording by `bisect` gets the number of its layer."""
+        """Returns the output of one block; a recording by `bisect` gets the number of the block's
+        layer.
+        """
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 

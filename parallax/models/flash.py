@@ -1,12 +1,12 @@
 """Causal attention by kernels that do not store the scores: JAX's flash kernel for TPUs, with the
-types that `shard_map(check_vma=True)` needs, and cuDNN's for NVIDIA's GPUs.
+types that `shard_map(check_vma=True)` needs, and cuDNN's kernel for NVIDIA's GPUs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
     compute = Compute(attention=flash.cudnn_attention)  # the default on a mesh of GPUs
 
 Under `check_vma`, the type of an array includes the axes along which it varies, and JAX refuses the
-kernel for TPUs, which does not state them. So `_untyped` traces the kernel to a jaxpr without these
-types, and `_run` evaluates the jaxpr and types its results.
+kernel for TPUs, which does not state these axes. So `_untyped` traces the kernel to a jaxpr without
+these types, and `_run` evaluates the jaxpr and types its results.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -41,10 +41,10 @@ def attention(
     number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
     if G does not divide H, and then raises an error.
 
-    For the backward pass the kernel keeps, for each row of the scores, the logarithm of the sum of
-    exponentials, B H T numbers, and computes the scores again. It multiplies in the type of `q` and
-    adds up in float32, so its result equals that of `grouped` within the rounding of the type of
-    `q`.
+    For the backward pass the kernel keeps one number for each row of the scores, B H T numbers in
+    all: the logarithm of the sum of exponentials. The backward pass computes the scores again. The
+    kernel multiplies in the type of `q` and adds up in float32, so its result equals that of
+    `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -73,9 +73,9 @@ def cudnn_attention(
     The kernel cannot do all that `grouped` can. `grouped` itself runs in each of these cases: the
     arrays are not of bfloat16 or float16; 8 does not divide K, or K is above 128; the number of
     tokens is odd; `segments` are given, for documents packed into a window; or this process has no
-    NVIDIA GPU of the generation Ampere or newer, such as a process that compiles a step for GPUs on
-    a machine without one. `grouped` also runs if G does not divide H, and then raises an error. The
-    result of the kernel equals that of `grouped` within the rounding of the type of `q`.
+    NVIDIA GPU of the generation Ampere or newer, as when it compiles a step for GPUs on a machine
+    without a GPU. `grouped` also runs if G does not divide H, and then raises an error. The result
+    of the kernel equals that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -135,8 +135,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def forward(*arguments):
-        """Returns `f(*arguments)`, and the residuals: the leaves of its pullback (the function from
-        the cotangent of the result to those of the arguments) and their tree.
+        """Returns `f(*arguments)`, and the residuals: the leaves and the tree of the pullback of
+        `f`. The pullback is the function from the cotangent of the result to the cotangents of the
+        arguments.
         """
         structures = []
 
@@ -155,8 +156,8 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback is traced without these types too,
-        since `check_vma` would refuse its kernels, as it refuses those of `f`.
+        """Returns the cotangents of the arguments. The pullback, like `f`, is traced without the
+        types of `check_vma`, which would refuse the kernels of both.
         """
         leaves, pullback = residuals
 
@@ -199,7 +200,7 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     """Returns the jaxpr of `f`, traced without the types of `check_vma=True`.
 
     JAX stores the surrounding `shard_map` and its checks in thread-local variables. So a trace in a
-    new thread is outside of them.
+    new thread is outside of the `shard_map`, and is not checked.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 

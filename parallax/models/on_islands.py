@@ -8,8 +8,8 @@ changes that their copies had since the last round.
     made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
     state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
 
-`one_island.local` is the step of an island for one device's shards. It is not yet mapped over the
-mesh.
+`one_island.local` is the step of an island for one device's shards. This step is not yet mapped
+over the mesh.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,13 @@ from parallax.trees import DiskForm
 
 
 class TrainStep(NamedTuple):
-    """A step of islands that is checked and ready to compile, and the function that makes its
-    state. Nothing is computed yet.
+    """A step of islands that is checked and ready to compile, and the function that makes the
+    step's state. Nothing is computed yet.
 
     Attributes:
         init: a function that makes the `islands.State`, each part on the devices that keep it.
-            `init()` draws new weights; `init(model)` starts all islands from those of `model`.
+            `init()` draws new weights; `init(model)` starts all islands from the weights of
+            `model`.
         shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings.
         train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`,
             under `jit`; it donates the state. Each leaf of `info` has a first dim, [islands].
@@ -57,13 +58,13 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """Returns the train step of islands, and the function that makes its state: each island trains
-    by the step `one_island`, and every `every` steps a round averages the changes of their models.
-    The global batch is split over the islands first, and then inside each island.
+    """Returns the train step of islands, and the function that makes the step's state. Each island
+    trains by the step `one_island`, and every `every` steps a round averages the changes of the
+    islands' models. The global batch is split over the islands first, and then inside each island.
 
     Args:
-        one_island: the step of one island, on its part of the global batch, on a mesh that also has
-            the axes of the islands: `mesh.make(island=2, **layout.axes)`.
+        one_island: the step of one island, on the island's part of the global batch. Its mesh also
+            has the axes of the islands, as `mesh.make(island=2, **layout.axes)` has.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
         axis: the axis of the islands, as in `islands.local`.
@@ -110,12 +111,12 @@ def train_step(
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
     """Returns the form in which a state of islands is stored, so that any layout can read the
-    checkpoint; None without a pipeline.
+    checkpoint. Without a pipeline, the result is None.
 
     A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
-    converts it back. They change the models in the state as `decoder.stored` does for one island:
-    blocks are stored as [L, ...], in the order of the model. `schedule` is that of `Compute`; None:
-    the layout's.
+    converts it back. Both change the models in the state as `decoder.stored` does for one island:
+    blocks are stored as [L, ...], in the order of the model. `schedule` is the schedule of
+    `Compute`, or None for the layout's schedule.
     """
 
     def on_islands(change):
@@ -126,9 +127,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
             """Returns the state with `change` applied to all parts that hold models, or trees with
             the structure of a model, such as an optimizer's moments.
 
-            The islands' own parts have a first dim of islands, which `change_stacked` maps over:
-            the models and optimizers in `inner`, and the errors of quantization, `error`. The outer
-            `model` and `optimizer`, and the changes `sent` to other islands, have no such dim.
+            The islands' models and optimizers (`inner`) and their errors of quantization (`error`)
+            have a first dim of islands, which `change_stacked` maps over. The outer `model` and
+            `optimizer`, and the changes `sent` to other islands, have no such dim.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),

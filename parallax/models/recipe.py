@@ -4,13 +4,14 @@ tensor.
 `functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them
 into one gradient function. To change the recipe, pass a changed copy of `grad_of` to
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
-model are its layers, and its *ends* are the weights outside them. A gradient function takes
+model are its layers, and its *ends* are the weights outside the blocks. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
-returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the last two
-may be None. `family.where(model)` gives the blocks. `axes` maps the name of each axis to an `Axis`,
-which is the name with a collective algorithm, and `setup.along(names)` joins several axes into one.
-A block's arrays have one leading dim, of layers, or in a pipeline two, of chunks and of a chunk's
-layers. *Loops* run over these dims, and `loops` is their number.
+returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the term and
+these values may be None. `family.where(model)` gives the blocks. `axes` maps the name of each axis
+to an `Axis`, which is the name with a collective algorithm, and `setup.along(names)` joins several
+axes into one. The arrays of the blocks have one leading dim, of layers. In a pipeline they have
+two: chunks, and the layers of a chunk. *Loops* run over these leading dims, and `loops` is the
+number of these dims.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -75,10 +76,10 @@ class Compute:
     Args:
         axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
             ring("tensor")}`; along the other axes `jax.lax` moves the data.
-        attention: the attention function; None: the family's, which on a mesh of TPUs or GPUs is a
-            kernel (`models.flash`).
+        attention: the attention function; None: the family's attention, which on a mesh of TPUs or
+            GPUs is a kernel (`models.flash`).
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits, such as `context.ulysses`; None: the family's.
+            context axis splits. An example is `context.ulysses`. None: the family's function.
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
             leaves out each target that is the first token of a document. None: a window is one
@@ -87,10 +88,10 @@ class Compute:
             `experts.exchanged(1.25)`; None: `experts.gathered`.
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
-        unroll: the number of layers in the body of the loop over layers. None: with ZeRO-3, 2 on
-            CPUs and GPUs; without ZeRO-3, all layers on GPUs, if there is no pipeline and the
-            layers are at most 48 (the step then takes longer to compile, and is faster); in all
-            other cases 1.
+        unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
+            ZeRO-3 on CPUs and GPUs. Without ZeRO-3 on GPUs it is the number of all layers, if there
+            is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
+            is faster). In all other cases it is 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -98,10 +99,10 @@ class Compute:
         reduce_in_backward: whether each block's gradients are summed over the replicas during the
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
-        comms: the communication of blocks whose tokens are split over the tensor axis, such as
+        comms: how blocks communicate if the tokens are split over the tensor axis. An example is
             `sequence.overlapping`, which multiplies some tokens while it sends others. None:
             `sequence.comms`, which gathers the tokens first.
-        grad_of: composes the gradient function; None: `recipe.grad_of`.
+        grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
     axes: Mapping[str, AxisLike] = field(default_factory=dict)
@@ -163,7 +164,7 @@ class Setup:
     @property
     def part_specs(self) -> zero.PartSpecs:
         """The parts of `specs` for the weights outside the blocks (`ends`), for a stage's blocks
-        (`stage`), and for one layer (`layer`). They name all axes that split the weights.
+        (`stage`), and for one layer (`layer`). The specs name all axes that split the weights.
         """
         loops = loops_of(self.layout)  # the leading dims that one layer lacks
         # Refuses specs that split one of these leading dims over `SHARDED_OVER`.
@@ -238,10 +239,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` for a layout. They communicate and
-    recompute in the backward pass as the layout says. The stage gathers the weights of its blocks
-    that ZeRO-3 splits; `grad_of` gathers the weights outside the blocks. `bisect` can record the
-    weights that the three functions use.
+    """Returns the family's functions `(embed, stage, head)` for a layout. The functions
+    communicate, and recompute in the backward pass, as the layout says. Under ZeRO-3, the stage
+    gathers the weights of its blocks, and `grad_of` gathers the weights outside the blocks.
+    `bisect` can record the weights that the three functions use.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -390,16 +391,17 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """Returns how activations and cotangents go from stage to stage. Each tensor device sends the
-    whole array, or one part, and the tensor devices of the receiving stage gather the parts.
+    """Returns how activations and cotangents go from stage to stage. Each tensor device sends
+    either the whole array or one part of it. In the second case the tensor devices of the receiving
+    stage gather the parts.
     """
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
     """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept. It is the `remat` of `compute`, or, if that is None, the policy that the layout's
-    `remat` asks for.
+    are not kept. This function is the `remat` of `compute`; if that is None, it is the policy that
+    the layout's `remat` asks for.
     """
     if compute.remat is not None:
         return compute.remat
@@ -426,7 +428,7 @@ def unroll_of(setup: Setup) -> int:
         return 1 if platform == "tpu" else 2
     # On a GPU the loop copies all kept values into stacks, and nothing is fused across layers. A
     # body of some of the layers gains nothing: only without a loop is the step faster. With a
-    # pipeline, whose ticks are a loop anyway, the layers keep theirs.
+    # pipeline, whose ticks are a loop anyway, the layers keep their loop.
     layers = setup.config.sizes["layers"]
     without_loop = platform == "gpu" and not layout.pipelined and layers <= MOST_WITHOUT_LOOP
     return layers if without_loop else 1
@@ -485,8 +487,8 @@ def loops_of(layout: Layout) -> int:
 
 
 def weighted(batch: Batch, setup: Setup) -> Batch:
-    """Returns the batch, with segments and weights for its documents if `Compute` has `documents`,
-    and with its weights normalised.
+    """Returns the batch with normalised weights. If `Compute` has `documents`, the batch first gets
+    segments and weights for its documents.
 
     Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
     The mean of the devices' losses is then the weighted mean over all tokens.
@@ -544,12 +546,13 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Returns `stage` with its term of the loss typed as varying along `axis`, the type of the
-    head's loss.
+    """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
+    is typed.
 
     Later, the gradients are summed over the n devices of `axis` and divided by n. A term that is
     the same on all devices, such as a mean over all tokens, may be typed as not varying. JAX would
-    then count its gradient once in that sum, not n times, so it would be n times too small.
+    then count the term's gradient once in that sum, not n times, so this gradient would be n times
+    too small.
     """
 
     def wrapped(*arguments):
@@ -582,7 +585,7 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
     """Returns `grad` with the auxiliary values of the stages as [L, ...], in the order of the
     layers.
 
-    `grad` gives them as [C, L / C, ...]. Its C chunks, those of all stages, are already in the
+    `grad` gives these values as [C, L / C, ...]. The C chunks of all stages are already in the
     order of the model, so the two dims only have to be joined. Without a pipeline, C is 1.
     """
 

@@ -3,9 +3,9 @@ code supports.
 
 There are three kinds of fields. *Numbers* state the sizes and rates of the model. *Free* fields
 change no logits. Any other field must have a value that the code supports: the table `only` lists
-these values, and the function `derived` makes such a table where they depend on the numbers. A
-field in no table is refused by name, so no field that changes what transformers computes is
-ignored. A *new* model is one that was made here, not loaded from files.
+these values, and the function `derived` makes such a table for fields whose values depend on the
+numbers. A field in no table is refused by name, so no field that changes what transformers computes
+is ignored. A *new* model is one that was made here, not loaded from files.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ class Number:
     """A number of the model, and the fields that state it.
 
     Args:
-        names: the fields that state the number, which must agree; `save` writes all of them.
+        names: the fields that state the number. They must agree, and `save` writes all of them.
         aliases: further fields that may state the number; they must agree too, and are not written.
-        nullable: the fields that may be null, which means the same as if they were left out.
+        nullable: the fields that may be null. A field that is null counts as left out.
         kind: `int`, `float` or `bool`.
         default: the value of a field of `names` that is left out, or a function from all fields to
             that value; None: at least one field must be present.
@@ -73,7 +73,7 @@ class Part:
     """A value of the model that several fields state together, such as a record.
 
     Args:
-        names: the fields that it is read from.
+        names: the fields that the value is read from.
         read: a function from all fields to the value; it raises `ValueError` for a wrong field.
         written: a function from the value to the fields that are written.
         aliases: other names of these fields, which are not written.
@@ -137,10 +137,11 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: a table from each argument of the family's configuration that a file states to the
-            fields that state it.
+        numbers: a table that has, for each argument of the family's configuration that a file
+            states, the fields that state the argument.
         only: the supported values of each field that changes what transformers computes. If a file
-            leaves the field out, the first value holds; the file of a new model states it.
+            leaves the field out, the first value holds; the file of a new model states the first
+            value.
         derived: a function from the numbers to a table like `only`, of fields whose supported
             values depend on the numbers; these fields are not written.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
@@ -159,9 +160,9 @@ class Fields:
         """Returns the numbers that `file` states, and its differences from the file that `save`
         would write for a new model with the same numbers.
 
-        A difference is the name of a free field, or of a field of `only`, with its value as JSON.
-        The value is "" for a free field that a new model's file has and `file` leaves out. `save`
-        writes these values.
+        A difference is the name of a free field, or of a field of `only`, with the field's value as
+        JSON. The value is "" for a free field that a new model's file has and `file` leaves out.
+        `save` writes these values.
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
@@ -237,7 +238,7 @@ class Fields:
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
         """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already; and free fields of a wrong type.
+        values are checked already. Also refuses free fields of a wrong type.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

@@ -1,8 +1,8 @@
 """Reads and writes models of any family, by the family's `Format`, a record of tables.
 
 A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file. The
-file's metadata has two keys: `MEANT` is the fingerprint of the configuration that the weights
-belong to, and `WROTE` the files that were saved with them.
+file's metadata has two keys: `MEANT` has the fingerprint of the configuration that the weights
+belong to, and `WROTE` has the names of the files that were saved with the weights.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class Format:
     Args:
         model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
             `config` is static.
-        config: the class of its configuration; its arguments are the numbers of `fields`, and
-            `origin`.
+        config: the class of the model's configuration. The arguments of this class are the numbers
+            of `fields`, and `origin`.
         fields: the table of `config.json`.
         leaves: a function from a configuration to the table of tensors: the `Leaf` for each path of
             a leaf in the model.
@@ -69,7 +69,7 @@ class Format:
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
-        """Returns a model of `jax.ShapeDtypeStruct`s."""
+        """Returns a model that has `jax.ShapeDtypeStruct`s in place of arrays."""
         return eqx.filter_eval_shape(self.model, config, key=jax.random.key(0), dtype=dtype)
 
 
@@ -169,7 +169,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
     """Returns a message that says what `folder` holds after a save. `tokenizer` has the files of
-    the tokenizer that came with the model; it is empty if there was none.
+    the tokenizer that came with the model; it is empty if the model came without a tokenizer.
     """
     if tokenizer:
         names = ", ".join(file.name for file in tokenizer)

@@ -10,10 +10,11 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates. It
-    is the argument `new` of GPT-2's `Fields`.
+    """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates.
+    This function is the argument `new` of GPT-2's `Fields`.
 
-    The token that ends a text is GPT-2's own, if the vocabulary has it, and otherwise none.
+    The token that ends a text is GPT-2's own if the vocabulary has that token; otherwise the field
+    is null.
     """
     end = _END if numbers["vocabulary"] > _END else None
     return {

@@ -4,9 +4,10 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is
 0 after the embedding, 1 after the attention, 2 after the feed-forward, 3 in the attention weights.
 
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate: `comms.column`
-multiplies by a device's columns of a weight; `comms.row` multiplies by its rows, and sums the
-products over the devices; `comms.local_tokens` takes this device's part of the tokens.
-`decoder_taps.split` returns its argument unchanged; while `bisect` records, it also reports it.
+multiplies by a device's columns of a weight; `comms.row` multiplies by a device's rows, and sums
+the products over the devices; `comms.local_tokens` takes this device's part of the tokens.
+`decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also reports
+that argument.
 """
 
 import functools
@@ -72,7 +73,7 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` with its other arguments bound: a function `(weights, x, keys, layer)`.
+    """Returns `block` as a function `(weights, x, keys, layer)`. Its other arguments are bound.
     `positions` are not needed, since their embeddings are already in x.
     """
     return functools.partial(block, config=config, comms=comms, attend=attend)
@@ -80,8 +81,8 @@ def _layer(config, *, positions, comms, attend):
 
 def _add_positions(model, x, keys, *, first, comms):
     """Returns `x` plus the learned embeddings of the positions `first`, `first` + 1, ..., with
-    dropout. `x`, [B, T shard, D], has the embeddings of this device's tokens, and `keys` are those
-    of `block`.
+    dropout. `x`, [B, T shard, D], has the embeddings of this device's tokens, and `keys` are the
+    same as in `block`.
     """
     T = x.shape[1] * comms.token_shards  # the tokens on all devices
     table = model.wpe

@@ -1,8 +1,9 @@
-"""GPT-2 as Equinox modules, whole or one device's shard: they read their sizes from their arrays.
+"""GPT-2 as Equinox modules, which hold the whole model or one device's shard. The modules read the
+sizes from the arrays.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary,
-L layers. The L blocks are one `Block` whose leaves have a leading dim of layers, and run under
-`lax.scan`. Matrices are stored [in, out].
+L layers. The L blocks are one `Block` whose leaves have a leading dim of layers; `lax.scan` runs
+the blocks. Matrices are stored [in, out].
 
 Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights
 published with it.
@@ -77,7 +78,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The rows of the embedding: the vocabulary, padded."""
+        """The number of rows of the embedding: the vocabulary with its padding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
@@ -113,7 +114,7 @@ class Norm(eqx.Module):
     Source: Ba et al., Layer normalization (arXiv 1607.06450).
 
     Attributes:
-        weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
+        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
         bias: of the same shape as `weight`.
     """
 
@@ -166,7 +167,7 @@ class MLP(eqx.Module):
 
 
 class GPT2(eqx.Module):
-    """The model, whole or a shard of it.
+    """The whole model, or one device's shard of the model.
 
     Args:
         config: the model's sizes.
@@ -256,9 +257,9 @@ def rules(
     by its hidden dim, the vocabulary by rows.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    It splits dim 1, the layers of one chunk of every stage, over the stages, and the vocabulary
-    over both axes. `size`, the number of devices of the axis, is not used here: the recipe passes
-    it to the rules of every family, and only a Llama's rule needs it.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
+    has the layers of one chunk of every stage. `size`, the number of devices of the axis, is not
+    used here: the recipe passes it to the rules of every family, and only a Llama's rule needs it.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)

@@ -37,8 +37,8 @@ def load(
             `model.safetensors.index.json` lists; or one safetensors file with `config.json` beside
             it; or, if no such folder or file exists, the name of a model on the Hugging Face hub,
             such as "gpt2".
-        dtype: the type of the weights in memory; the file may have another.
-        vocabulary_multiple: the embedding gets rows of zeros up to a multiple of it, as in
+        dtype: the type of the weights in memory; the file may have another type.
+        vocabulary_multiple: the embedding gets rows of zeros up to a multiple of this number, as in
             `Config`.
 
     Raises:
@@ -60,10 +60,10 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
-    Each leaf keeps its dtype. `config.json` states the widest of them, in which transformers loads
-    all weights. Of a loaded model, these are written as they were read, also after training: the
-    fields of `config.json` that the model does not use, the file `generation_config.json`, and the
-    files of the tokenizer.
+    Each leaf keeps its dtype. `config.json` states a dtype that represents all their numbers, in
+    which transformers loads all weights. Of a loaded model, these are written as they were read,
+    also after training: the fields of `config.json` that the model does not use, the file
+    `generation_config.json`, and the files of the tokenizer.
 
     A save replaces the files that it writes, and removes files that only an earlier save wrote;
     other files stay. New files replace old ones only after they are complete and on the disk, so a

@@ -6,9 +6,9 @@ layers. An attribute for a part that the model lacks, such as a bias, is `()`.
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
-returns its argument, a weight that all devices have, and in the backward pass sums its gradients
-over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect` records, it
-also reports it.
+returns its argument, a weight that all devices have, and in the backward pass sums the weight's
+gradients over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect`
+records, `split` also reports that argument.
 """
 
 import functools
@@ -35,7 +35,7 @@ Turns = tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]
 
 @remat.of_arguments
 def _gated(gate, up):
-    """Returns silu(gate) * up. Its backward pass keeps only the two arrays."""
+    """Returns silu(gate) * up. The backward pass keeps only `gate` and `up`."""
     return jax.nn.silu(gate) * up
 
 
@@ -67,8 +67,9 @@ def block(
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
-        """Returns the sum to add to the stream, and the router's statistics, None without
-        experts."""
+        """Returns the sum to add to the stream, and the router's statistics, which are None without
+        experts.
+        """
         if isinstance(weights.mlp, MLP):
             return fed_forward(weights.mlp, y, comms), None
         return mixed(weights.mlp, y, config, comms)
@@ -89,8 +90,8 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` with its other arguments bound, for tokens at these positions: a function
-    `(weights, x, keys, layer)`.
+    """Returns `block` as a function `(weights, x, keys, layer)` for tokens at these positions. Its
+    other arguments are bound.
     """
     turns = rotary(config, positions)
     return functools.partial(block, config=config, turns=turns, comms=comms, attend=attend)
@@ -146,9 +147,9 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
     Float[Array, "batch tokens groups head_width"],
 ]:
-    """Returns this device's heads of queries, and of the keys and values that they attend to.
-    Queries and keys are normalised head by head, if the model has norms for them, and then
-    `rotated` by the angles of their positions.
+    """Returns this device's heads of queries, and the heads of keys and values that these queries
+    attend to. Queries and keys are normalised head by head, if the model has norms for them, and
+    then `rotated` by the angles of their positions.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -165,8 +166,8 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     heads of queries attend to. The device has `heads` heads of queries.
 
     If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
-    has all heads of keys, the needed ones are picked; in the backward pass, an all-reduce then sums
-    the gradients of the layer over the devices.
+    has all heads of keys, the heads that this device needs are picked; in the backward pass, an
+    all-reduce then sums the gradients of the layer over the devices.
 
     Raises:
         ValueError: the device has neither its share of the heads of keys nor all of them.
@@ -203,8 +204,8 @@ def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
     of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of K / 2 turns by position * theta^(-2i/K). For pairs that turn slowly, `config.scaling`
-    divides this angle.
+    Pair i of the K / 2 pairs turns by position * theta^(-2i/K). For pairs that turn slowly,
+    `config.scaling` divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -246,7 +247,7 @@ def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Ar
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
-    """Returns `x`, this device's heads, normalised; unchanged if `norm` is `()`. All devices have
-    the same weight, [K], whose gradients `copy_to` sums.
+    """Returns `x`, this device's heads, normalised by `norm`; if `norm` is `()`, `x` is unchanged.
+    All devices have the same weight, [K], whose gradients `copy_to` sums.
     """
     return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

@@ -1,8 +1,9 @@
-"""Llama as Equinox modules, whole or one device's shard: they read their sizes from their arrays.
+"""Llama as Equinox modules, which hold the whole model or one device's shard. The modules read the
+sizes from the arrays.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
 (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. An
+leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored [in, out]. An
 attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
@@ -37,7 +38,7 @@ class Norm(eqx.Module):
     Source: Zhang and Sennrich, Root mean square layer normalization (arXiv 1910.07467).
 
     Attributes:
-        weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
+        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
     """
 
     weight: Float[Array, "*layers width"]
@@ -107,7 +108,7 @@ class MoE(eqx.Module):
 
     Attributes:
         mixture: the router [D, E] and the experts, [E, D, F] and [E, F, D].
-        shared: one more expert, which all tokens go through, or `()`.
+        shared: one more expert, through which all tokens go; `()` if there is none.
     """
 
     mixture: experts.Mixture
@@ -115,7 +116,7 @@ class MoE(eqx.Module):
 
 
 class Llama(eqx.Module):
-    """The model, whole or a shard of it.
+    """The whole model, or one device's shard of the model.
 
     Args:
         config: the model's sizes.
@@ -229,14 +230,14 @@ def rules(
 
     `size` is the number of devices of the axis. If `size` divides the number of heads of keys and
     values, these heads are split. Otherwise the number of these heads must divide `size`, and each
-    device has all of them; `forward.block` picks those that the device's queries attend to.
+    device has all these heads; `forward.block` picks the heads that the device's queries attend to.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    It splits dim 1, the layers of one chunk of every stage, over the stages, and the vocabulary
-    over both axes.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
+    has the layers of one chunk of every stage.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
-    batch, the experts are split over that axis.
+    batch, the experts are split over `expert`.
 
     Raises:
         ValueError: neither of `size` and the number of heads of keys and values divides the other.
@@ -291,11 +292,12 @@ def rules(
 
 def split_groups(groups: int, devices: int) -> bool:
     """Returns whether the `groups` heads of keys and values are split over the devices; if not,
-    each device has all of them.
+    each device has all these heads.
 
     Raises:
-        ValueError: neither of the two numbers divides the other. Some head of keys would then be
-            needed by only a part of one device's queries, and by queries of another device too.
+        ValueError: neither of the numbers `groups` and `devices` divides the other. Some head of
+            keys would then be needed by only a part of one device's queries, and by queries of
+            another device too.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)

@@ -62,7 +62,7 @@ class Config:
         vocabulary: the number of tokens in the vocabulary.
         vocabulary_multiple: a divisor of the number of rows of the embedding and the head.
         head_width: K, the width of a head. 0 means D / H. The field then stores D / H, so
-            `dataclasses.replace(config, width=...)` does not compute it again.
+            `dataclasses.replace(config, width=...)` does not change K.
         theta: the base of the rotary positions. The slowest pair of numbers in a head makes a full
             turn in about 2 pi theta positions.
         scaling: how rotary positions are stretched to longer contexts; None: not at all.
@@ -146,7 +146,7 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the embedding and of the head: the vocabulary, padded."""
+        """The number of rows of the embedding and of the head: the vocabulary with its padding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property

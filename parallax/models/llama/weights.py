@@ -25,15 +25,15 @@ def load(
     """Returns the Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device,
     as `gpt2.load` does for a GPT-2.
 
-    The field `model_type` of `config.json` names the kind of the model; without it, the model is a
-    Llama.
+    The field `model_type` of `config.json` names the kind of the model; without this field, the
+    model is a Llama.
 
     Args:
         path: a folder, a safetensors file with `config.json` beside it, or a name on the Hugging
             Face hub.
-        dtype: the type of the weights in memory; the file may have another.
-        vocabulary_multiple: the embedding and the head get rows of zeros up to a multiple of it, as
-            in `Config`.
+        dtype: the type of the weights in memory; the file may have another type.
+        vocabulary_multiple: the embedding and the head get rows of zeros up to a multiple of this
+            number, as in `Config`.
 
     Raises:
         FileNotFoundError: a file is missing, or the hub did not give the model.
@@ -66,7 +66,7 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
     A model with biases is saved as a Qwen 2, a model with norms of queries and keys as a Qwen 3,
-    and a model with experts as a Mixtral. Any other is saved as a Llama. The weights of the
+    and a model with experts as a Mixtral. Any other model is saved as a Llama. The weights of the
     auxiliary losses are not saved: they belong to the training, and the field of Mixtral's
     `config.json` for such a weight belongs to a loss that is defined differently.
 
@@ -76,8 +76,8 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
         ImportError: the extra `hub` is not installed.
         OSError: the folder could not be written; its old files are unchanged.
         ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has more than one of these: biases, norms of queries and keys, experts; or it
-            has a shared expert, which none of the four kinds has.
+            the model has more than one of these: biases, norms of queries and keys, experts; or the
+            model has a shared expert, which none of the four kinds of model has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
