@@ -69,8 +69,8 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__` at its first use: from its file in `_FILES`, or else from
-    `closed_form`."""
+    """Imports a name of `__all__` at its first use. The name is in the file that `_FILES` gives for
+    it, or in `closed_form` if `_FILES` lacks it."""
     if name in __all__:
         return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'closed_form')}"), name)
     raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

@@ -7,7 +7,7 @@ The step does not run, and no device is needed.
 
 The bytes of state and of traffic are exact: the tests compare them with compiled programs. The
 memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
-of matrix products, passes over memory and messages. Overlap would shorten it.
+of matrix products, passes over memory and messages. Overlap would shorten this time.
 
 Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices. A *product* is a
 matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
@@ -63,7 +63,8 @@ class Memory(NamedTuple):
         parameters: bytes of the weights; with ZeRO-3 only of the device's shares of them.
         optimizer: bytes of the optimizer's state.
         inputs: bytes of token windows, the step's number and the loss scale.
-        temporaries: bytes of all other arrays at the fullest moment, from the trace.
+        temporaries: bytes of all other arrays at the moment when they have the most bytes, from the
+            trace.
         held: the temporaries, the largest first.
     """
 
@@ -80,13 +81,14 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment of a step."""
+        """Bytes on a device at the moment of a step when it needs the most."""
         return self.arguments + self.temporaries
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The bytes of each kind of array at the fullest moment. Their sum is `peak`. The four
-        largest temporaries are kinds of their own, named by operation and source file."""
+        """The bytes of each kind of array at the moment of the peak. The sum over all kinds is
+        `peak`. Each of the four largest temporaries is a kind, with a name from its operation and
+        source file."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
@@ -112,10 +114,10 @@ class Work(NamedTuple):
     """Floating-point operations of a step.
 
     Attributes:
-        model: operations of the whole step, as papers count them. A token needs 6
-            for each parameter that a matmul uses, and 12 L D T for attention.
-        device: operations of one device. Operations that run again, and those that an idle stage
-            runs on garbage, count too.
+        model: operations of the whole step, as papers count them. A token needs 6 operations for
+            each parameter that a matmul uses, and 12 L D T operations for attention.
+        device: operations of one device. Operations that run again count too, and so do operations
+            that an idle stage runs on garbage.
     """
 
     model: Number
@@ -130,8 +132,8 @@ class Seconds(NamedTuple):
         passes: seconds of the passes over memory between matmuls.
         messages: seconds of the messages between devices.
         update: seconds of the optimizer's passes over parameters, gradients and its state.
-        fresh: seconds in which the operating system provides memory for the temporaries. On CPUs it
-            does this again in each step.
+        fresh: seconds in which the operating system provides memory for the temporaries. On CPUs
+            the operating system does this again in each step.
     """
 
     products: float
@@ -162,7 +164,7 @@ class Plan:
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
-        algorithms: the fastest algorithm along each axis along which `jax.lax` moves the data.
+        algorithms: for each axis along which `jax.lax` moves the data, the fastest algorithm.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -201,8 +203,8 @@ class Plan:
 
     @property
     def share_of_peak(self) -> Number:
-        """Model FLOPs utilisation, from 0 to 1: the model's operations, divided by those that all
-        devices could do in the time of a step at their peak rate."""
+        """Model FLOPs utilisation, from 0 to 1: the model's operations, divided by the operations
+        that all devices could do at their peak rate in the time of a step."""
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
@@ -330,8 +332,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
     the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
-    backward, weights) costs the seconds of its matmuls and of its passes over memory. The calls of
-    the other parts stay as `traffic.sizes` counts them.
+    backward, weights) costs the seconds of its matmuls and of its passes over memory. All other
+    calls are counted as in `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -340,8 +342,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     rate = _rate(hardware, layout) * hardware.efficiency
 
     def seconds(**calls: int) -> Number:
-        """Returns the seconds of the given calls alone, such as `forward=1`: those of the matmuls
-        at `rate`, plus those of the passes over memory."""
+        """Returns the seconds of the given calls alone, such as `forward=1`: the seconds of their
+        matmuls at `rate`, plus those of their passes over memory."""
         only_these = no_calls._replace(**calls)
         return (
             _flops(config, layout, only_these) / rate
@@ -355,7 +357,7 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices.
-    Also raises it if plan has no closed forms for the model or the layout."""
+    Also raises `ValueError` if plan has no closed forms for the model or the layout."""
     known(config)
     sizes = config.sizes | {"batch": batch}  # the model's sizes by name, such as "heads"
     if devices is not None:
@@ -371,9 +373,9 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether plan has closed forms for a layout. It has none if the schedule defers the
-    weights' gradients and the backward pass computes activations again, or gathers arrays a second
-    time."""
+    """Returns whether plan has closed forms for a layout. There are none if the schedule defers the
+    weights' gradients, and the backward pass either computes activations again or gathers arrays a
+    second time."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -389,8 +391,8 @@ def memory(
     axes: Mapping[str, AxisLike] | None = None,
     attention_kernel: bool | None = None,
 ) -> Memory:
-    """Returns the bytes on each device. The temporaries come from a trace of the step, the rest
-    from closed forms. The arguments are those of `plan`."""
+    """Returns the bytes on each device. The temporaries come from a trace of the step, all other
+    bytes from closed forms. The arguments mean the same as in `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
     # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
@@ -419,8 +421,9 @@ def memory(
 def model_flops(config: Config, batch: int) -> Number:
     """Returns the floating-point operations of a whole step of `batch` sequences.
 
-    A token needs 6 operations for each weight that multiplies it, and 12 L H K T for attention with
-    H heads of width K. For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
+    A token needs 6 operations for each weight that multiplies it, and 12 L H K T operations for
+    attention with H heads of width K. For a GPT-2 with B sequences the sum over all tokens is
+    72 B L T D^2 (1 + T / 6D + V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -431,8 +434,9 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A job counts in each tick in which the device runs it, also if an idle stage runs it on garbage.
-    Operations that the backward pass runs again count again.
+    A job counts in each tick in which the device runs it, also in a tick in which the device's
+    stage is idle and runs the job on garbage. Operations that the backward pass runs again count
+    again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
@@ -484,8 +488,8 @@ def _passes(
     """Returns the bytes that a device reads and writes between products, in the forward and
     backward calls of `size`.
 
-    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. With
-    a `kernel` attention makes no scores in memory.
+    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. If
+    `kernel` is true, attention writes no scores to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
@@ -517,8 +521,8 @@ def _passes(
 
 
 def _updated(config: Config, layout: Layout) -> int:
-    """Returns the number of parameters that one device updates: with ZeRO only those of its
-    shares."""
+    """Returns the number of parameters that one device updates: with ZeRO, only the parameters in
+    its shares of the arrays."""
     return sum(leaf.share for leaf in leaves(config, layout))
 
 
@@ -526,9 +530,9 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line with the share of the parameters that ZeRO cannot split over n devices: those
-    in leaves without a dim that is a multiple of n. Returns no line without ZeRO (n = 1), or if the
-    share is below 1 %."""
+    """Returns a line with the share of the parameters that ZeRO cannot split over n devices: the
+    parameters in arrays without a dim that is a multiple of n. Returns an empty list without ZeRO
+    (n = 1), or if the share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)

@@ -1,5 +1,5 @@
-"""Computes the best interval between checkpoints, and the share of time that faults cost, from the
-rate at which devices fail.
+"""Computes the best interval between checkpoints from the rate at which devices fail. Also computes
+the share of time that these failures (faults) cost.
 
     found = faults.plan(faults.mean_time(0.173, 16_384), save=60, restart=600)
     print(found)
@@ -31,10 +31,10 @@ class Faults(NamedTuple):
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
         interval: the seconds of work between two saves with which the run loses the least time.
-        young: this interval by Young's formula, sqrt(2 save between).
+        young: the same interval, but by Young's formula, sqrt(2 save between).
         saves: the share of the run's time that saves take.
-        restarts: the share that restarts take.
-        repeated: the share that repeated steps take.
+        restarts: the share of the run's time that restarts take.
+        repeated: the share of the run's time that repeated steps take.
     """
 
     between: float
@@ -56,10 +56,11 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Returns the mean seconds between failures of any of the devices; infinity if none fails.
+    """Returns the mean seconds between failures of any of the devices. Returns infinity for a
+    failure rate of 0.
 
     Raises:
-        ValueError: a rate that is below 0 or not finite, or no device.
+        ValueError: the rate is below 0 or not finite, or there is no device.
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
@@ -70,17 +71,18 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves with which a run loses the least time, and that time.
+    """Returns the interval between saves with which a run loses the least time, and the share of
+    time that is then lost.
 
     Args:
         between: mean seconds between failures, from `mean_time`.
-        save: seconds by which a save delays the steps; of a save that runs at the same time as the
-            steps, only this delay.
+        save: seconds by which a save delays the steps. If a save runs at the same time as the
+            steps, only this delay counts, and not the whole time of the save.
         restart: seconds from a failure to the next step: notice, start, restore, compile.
 
     Raises:
-        ValueError: a time that is not above 0, or a restart below 0; or failures are so frequent
-            that no run makes progress.
+        ValueError: `between` or `save` is not above 0, or `restart` is below 0, or failures are so
+            frequent that no run makes progress.
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(

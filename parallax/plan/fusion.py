@@ -15,9 +15,9 @@ class Message(NamedTuple):
     """A kind of collective call in a program: the key of a `Counter` of calls.
 
     Attributes:
-        kind: its name in compiled programs, such as "all-reduce".
-        axes: the mesh axes along which it moves data.
-        bytes: bytes of its result on a device.
+        kind: the collective's name in compiled programs, such as "all-reduce".
+        axes: the mesh axes along which the collective moves data.
+        bytes: bytes of the collective's result on a device.
         line: the line of the caller's source.
     """
 
@@ -40,8 +40,9 @@ class Value:
     ):
         """Makes a value of type `aval`, the result of `eqn`.
 
-        `reads` has the buffers that a reader of the value reads, with the bytes read of each: the
-        value's own `buffer` if it is held, else the buffers from which it is computed.
+        `reads` has the buffers that an operation reads if it reads the value, with the bytes read
+        of each buffer. If the value is held, this is the value's own `buffer`; if not, these are
+        the buffers from which the value is computed.
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
@@ -57,7 +58,7 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """The value with the same numbers before all reshapes and copies."""
+        """The value that has the same numbers and was not yet reshaped or copied."""
         return self if self.source is None else self.source.root
 
 

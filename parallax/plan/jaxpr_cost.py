@@ -1,20 +1,22 @@
-"""Walks once through a traced program. Counts its arithmetic, its messages and the bytes that it
-moves, and lists the operations that `liveness` lays out in memory.
+"""Walks once through a traced program. Counts the program's arithmetic, its messages and the bytes
+that it moves, and lists the operations that `liveness` lays out in memory.
 
-A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it again. Its
-`reads` are the buffers from which it is computed, with the bytes that are read of each. A value is
-held as soon as a matmul, a message or a loop needs it as an array. An expensive value with several
-readers is held at once. The `root` of a value is the value with the same numbers before reshapes.
-`near` are the buffers that the value reads element by element, so that it may be written over one
-of them. `is_zeros` marks an array of zeros, since some compilers share one buffer among these.
+A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
+reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
+that are read of each. A value is held as soon as a matmul, a message or a loop needs it as an
+array. An expensive value that several operations read is held at once. The `root` of a value is the
+value with the same numbers before reshapes. `near` are the buffers that the value reads element by
+element; it may be written over one of these buffers. `is_zeros` marks an array of zeros, since some
+compilers keep all such arrays of a size in one buffer.
 
-A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
-equations take the operands, whether each result is needed (`used`), and how many operations read it
-(`readers`). `self.times` is the product of the trips of the loops around. Inside a function of JAX
-or a collective of this library, `self.at` is the equation in the caller's code that calls it, and
-the inner equations get its line; elsewhere `self.at` is None. `self.needed` tells which operands
-and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a
-compiler makes. `linear_p` is the primitive of this library's collectives.
+A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
+for equations take the operands, whether each result is needed (`used`), and how many operations
+read it (`readers`). `self.times` is how often the walk's current equation runs: the trips of all
+loops around it, multiplied. Inside a function of JAX or a collective of this library, `self.at` is
+the equation in the caller's code that calls this function, and the equations inside get that
+equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and results of a
+jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a compiler makes.
+`linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -65,15 +67,16 @@ class Reading:
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Adds an operation to the innermost frame, and the bytes that it reads and writes."""
+        """Adds an operation to the innermost frame, and adds the bytes that the operation reads and
+        writes to the counts."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives the root of a value a buffer, if it has none, and returns the buffer. Returns None
-        for a value of at most 64 bytes that is made only of literals, which needs no memory of
-        its own."""
+        """Gives the root of a value a buffer, unless the root has one, and returns the buffer. A
+        value of at most 64 bytes that is made only of literals needs no memory of its own, so it
+        gives None."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -97,7 +100,7 @@ class Reading:
 
     def shared_zeros(self, aval: Any) -> Buffer:
         """Returns the frame's buffer of zeros of this size and dtype, in whatever shape. The first
-        call for a size makes it, before all other operations of the frame."""
+        call for a size makes the buffer, before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
@@ -135,9 +138,9 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns the first result of an equation, which each reader computes again. It reads the
-        buffers of its operands. If it is a slice, it reads at most as many bytes of each buffer as
-        it has itself."""
+        """Returns the first result of an equation as a fused value. The value reads the buffers of
+        the equation's operands. If the equation is a slice, the value reads at most as many bytes
+        of each buffer as the slice has."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -205,8 +208,8 @@ class Reading:
         """Returns the value of a variable or a literal. Equal literals share one value, so that
         `_once` finds equal equations: it compares operands by identity.
 
-        None gives an empty value, which reads no buffer and has no bytes. So does a variable that
-        was not computed, since nobody needs it.
+        If `atom` is None, the value is empty: it reads no buffer and has no bytes. A variable that
+        was not computed, because no result needs it, gives this empty value too.
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
@@ -292,9 +295,9 @@ class Reading:
         return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns a value behind a barrier: held, and distinct from the value before the barrier.
-        For `_once`, an equation that reads the new value is then never equal to an equation that
-        reads the old value. A value that is made only of literals is returned unchanged."""
+        """Returns the value that a barrier makes of `value`. The new value is held. For `_once`, an
+        equation that reads the new value never equals an equation that reads the old value. A value
+        that is made only of literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -307,9 +310,9 @@ class Reading:
         and messages.
 
         An elementwise operation or a view is fused, and the index of a device or a platform reads
-        no memory. All other operations put their results into buffers. Before that, they put their
-        operands into buffers too. Only the operands of a reduction may stay fused: it computes them
-        as it reads them.
+        no memory. All other operations first put their operands into buffers, and then their
+        results. Only the operands of a reduction may stay fused: the reduction computes its
+        operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -369,8 +372,8 @@ class Reading:
     def _index(self, eqn: JaxprEqn) -> Value:
         """Returns the result of `axis_index`, a device's index on a mesh axis, or of
         `platform_index`, by which a `cond` chooses the branch of a platform. For `platform_index`,
-        the `branch` of the result is the number of the branch for the platform of this walk. No
-        memory is read for either."""
+        the `branch` of the result is the number of the branch for the platform of this walk.
+        Neither of the two reads memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -380,8 +383,8 @@ class Reading:
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """Returns the first operand with a part of it rewritten. It is rewritten in place if no
-        later operation reads the old numbers."""
+        """Returns the first operand with a part of it rewritten. The operand is rewritten in place
+        if no later operation reads its old numbers."""
         if eqn.primitive.name != "dynamic_update_slice":
             # A scatter begins with an array of its own, not with the zeros that others share.
             operands[0].root.is_zeros = False
@@ -397,7 +400,8 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        Its buffer has this size from then on, since the walk counts the memory of one device."""
+        The argument's buffer has this size from then on, since the walk counts the memory of one
+        device."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -462,8 +466,8 @@ class Reading:
         ]
 
     def _copied_counts(self):
-        """Returns copies of all counts of the walk so far, which `_restore_counts` takes. They let
-        `_cond` walk each branch from the same counts."""
+        """Returns copies of all counts of the walk so far. `_cond` gives these copies to
+        `_restore_counts`, so as to walk each branch from the same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -485,8 +489,8 @@ class Reading:
         )
 
     def _scan(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a scan: carries, then stacked arrays [length, ...]. Its operands
-        are constants, carries and stacked arrays.
+        """Returns the results of a scan: carries, then stacked arrays [length, ...]. The operands
+        of a scan are constants, carries and stacked arrays.
 
         A scan of one trip is no loop: its body is walked in place.
         """
@@ -516,10 +520,11 @@ class Reading:
         )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a while loop. Its number of trips is unknown, so one is counted.
+        """Returns the results of a while loop. The number of trips of the loop is unknown, so one
+        trip is counted.
 
-        Its operands are the condition's constants, the body's constants, and the carries. The
-        condition is not walked.
+        The operands of the loop are the condition's constants, the body's constants, and the
+        carries. The walk leaves out the condition.
         """
         first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
@@ -547,15 +552,17 @@ class Reading:
         """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
 
         The body is walked once, in a frame of its own. The loop is one operation of the frame
-        around, with the peak of the body as `inner`. A carry has one buffer, which each trip
-        rewrites in place, and which holds the loop's result at the end. The buffers of the stacked
-        results exist before the loop begins.
+        around the loop, with the peak of the body as `inner`. A carry has one buffer: each trip
+        rewrites the buffer in place, and at the end it holds the loop's result. The buffers of the
+        stacked results exist before the loop begins.
 
         Args:
             eqn: the loop.
             body: its jaxpr.
-            parts: constants, starts of the carries, and slices of the stacked operands.
-            needed_results: whether each result of the body is needed: carries, then slices.
+            parts: three lists of values: the constants, the starts of the carries, and the slices
+                of the stacked operands.
+            needed_results: whether each result of the body is needed. The carries come first, then
+                the slices.
             trips: the number by which the counts of the body are multiplied.
         """
         constants, starts, sliced = parts
@@ -638,11 +645,11 @@ class Reading:
         several layers: pairs of bytes and a buffer.
 
         There are `habits.slices` copies of each slice for every layer after the first. A loop that
-        runs forward has none.
+        runs forward has no such copies.
 
         Args:
             eqn: the loop.
-            sliced: its slices of the stacked operands.
+            sliced: the loop's slices of the stacked operands.
             wanted: whether the body needs each slice.
         """
         if not eqn.params.get("reverse", False):
@@ -661,8 +668,8 @@ class Reading:
         weights, and values that are computed again.
 
         XLA computes these arrays for all layers of a body before the backward pass of the first.
-        Each is returned as a pair of its bytes, summed over these layers, and its buffer. `carried`
-        are the buffers of the carries.
+        The result has a pair for each array: the array's bytes, summed over these layers, and its
+        buffer. `carried` are the buffers of the carries.
         """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
@@ -685,8 +692,8 @@ class Reading:
         return zip(starts, body.invars[len(constants) :], needed_results, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
-        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. The
-        carry is written over `value` if no later operation reads `value`."""
+        """Returns a loop's carry, which starts as `value`. If the carry is not needed, returns an
+        empty value. The carry is written over `value` if no later operation reads `value`."""
         if not is_needed:
             return Value(aval, {})
         root = value.root
@@ -709,7 +716,8 @@ class Reading:
         `var`.
 
         If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
-        itself has no buffer: its readers read at most as many bytes of the array as the slice has.
+        itself has no buffer: operations that read the slice read at most as many bytes of the array
+        as the slice has.
         """
         if wanted:
             self.hold(value)

@@ -1,6 +1,6 @@
 """Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
 
-In *lockstep* all stages run the same kinds of job (lanes) in a tick, also stages without a
+In *lockstep* all stages run the same kinds of job (lanes) in a tick, even a stage that has no
 microbatch for a job. Closed forms then count the ticks of each lane. In the other schedules each
 stage has a job of its own in a tick, and the counts are read from the schedule's table. A *slot* is
 a place in a buffer for one microbatch's arrays that wait for a later tick.
@@ -21,8 +21,8 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """The calls of each part in a step on one device, and the slots. Without a pipeline the calls
-    are those of gradient accumulation: one for each microbatch.
+    """How often a step calls each part of the model on one device, and how many slots it needs.
+    Without a pipeline the calls are those of gradient accumulation: one for each microbatch.
 
     Attributes:
         forward: ticks with a forward pass.
@@ -32,7 +32,7 @@ class Jobs(NamedTuple):
         weights: ticks with gradients of the stages' weights.
         slots: slots for a chunk's residuals, one of them for ticks without a job.
         deferred: slots for the arrays that the job I keeps for the job W, which runs later.
-        arrivals: slots for arrays that came from other stages and wait.
+        arrivals: slots for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.
         embeds: calls of the embedding.
         leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
@@ -105,7 +105,7 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns three numbers of ticks: those that last as long as F, as I, and as W.
+    """Returns how many ticks last as long as F, how many as long as I, and how many as long as W.
 
     Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
     `costs` has the costs of F, I and W, such as their seconds.
@@ -114,14 +114,15 @@ def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
 
 
 def table_of(layout: Layout) -> Schedule:
-    """Returns the table of the layout's schedule, cached by the sizes that it depends on."""
+    """Returns the table of the layout's schedule. Layouts with the same schedule and sizes get the
+    same cached table."""
     return _table(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
-    """Returns the table of the schedule `name` for these sizes; the rest of the layout does not
-    matter."""
+    """Returns the table of the schedule `name` for these sizes; it does not depend on the rest of
+    the layout."""
     layout = dataclasses.replace(
         Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
     )

@@ -1,5 +1,5 @@
 """Simulates how many seconds a collective takes on a network of many devices, from the table of
-messages of the collective. Messages that share a link share its bandwidth.
+messages of the collective. Messages that use the same link share the bandwidth of this link.
 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
@@ -7,7 +7,7 @@ messages of the collective. Messages that share a link share its bandwidth.
 In a round every device sends its messages at once. The round takes the largest latency of any
 message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
 seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
-algorithm that runs several routes side by side has a tuple of them (`Tables`). The devices of a
+algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
 mesh are numbered with the last axis fastest. `tests/test_networks.py` simulates the same, message
 by message.
 """
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
     Attributes:
         size: devices along the axis.
-        stride: the product of the sizes of the axes that run faster: those after this axis.
+        stride: the product of the sizes of the axes after this one, which run faster.
     """
 
     size: int
@@ -53,8 +53,9 @@ class Network(Protocol):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` stands for one message of every device. It has the number of the
-        device that receives each of them, [devices], and the bytes of one message.
+        Each element of `sent` stands for one message from every device. It is a pair: an array
+        [devices] with the number of the receiver of each device's message, and the bytes of one
+        message.
         """
         ...
 
@@ -65,8 +66,9 @@ class Level(NamedTuple):
     Attributes:
         devices: devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription: the total rate of the devices in a group of the level below,
-            divided by the rate of the shared links that leave this smaller group.
+        shared: the oversubscription. This is the total rate of the devices in a group of the level
+            below, divided by the total rate of the links by which messages leave that smaller
+            group.
     """
 
     devices: int
@@ -92,9 +94,10 @@ class Nested(NamedTuple):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
-        of one message. A message uses the links of the smallest level at which its sender and its
-        receiver are in one group, and the links by which the smaller groups are left (`shared`).
+        Each element of `sent` is a pair: an array [devices] with the receiver of each device's
+        message, and the bytes of one message. A message uses the links of the smallest level at
+        which its sender and its receiver are in one group. It also uses the links by which it
+        leaves each smaller group; `Level.shared` gives the rate of those links.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -153,9 +156,9 @@ class Torus(NamedTuple):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
-        of one message. A message goes along one dim after another, and in a ring it goes the
-        shorter way round.
+        Each element of `sent` is a pair: an array [devices] with the receiver of each device's
+        message, and the bytes of one message. A message goes along one dim after another, and in a
+        ring it goes the shorter way round.
         """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices)
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
@@ -212,8 +215,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 @functools.lru_cache(maxsize=256)
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
-    """Returns the torus with the devices of a mesh whose axes have these `sizes`, each on the chip
-    where `mesh.make` lays it."""
+    """Returns the torus with its `chips` set: each device of a mesh whose axes have these `sizes`
+    is on the chip on which `mesh.make` puts it."""
     # Each chip is one device. The last coordinate is the core, which is dropped.
     places = torus.coordinates(network.shape, network.rings, 1, sizes)  # [*sizes, dims + core]
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
@@ -222,7 +225,8 @@ def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns a box of this number of chips whose sides are nearly equal, the shortest first."""
+    """Returns the sides of a box of `devices` chips in `dims` dims. The sides are nearly equal, and
+    the shortest comes first."""
     if dims == 1:
         return (devices,)
     # The divisor that is nearest, as a ratio, to the side of a cube or square: devices^(1/dims).
@@ -238,7 +242,7 @@ def seconds(
     Args:
         tables: the tables of messages for `group.size` devices, such as `ring.table(8)`.
         nbytes: bytes of the array that the collective takes on each device.
-        network: the network, which has size x stride devices or a multiple of that.
+        network: the network. The number of its devices is a multiple of size x stride of the group.
         group: how many devices a group has (size), and how far apart their numbers are (stride).
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
@@ -276,7 +280,8 @@ def seconds(
 
 def _round(shape: Sequence[int], one_round: Round, network: Network, group: Group) -> float:
     """Returns the seconds of one round, in which every device sends each of the round's messages to
-    the device that is `message.step` further on in its own group, a box of this `shape`."""
+    the device that is `message.step` further on in the same group. A group is a box of this
+    `shape`."""
     if not one_round.messages:
         return 0.0
     return network.round(
@@ -290,9 +295,9 @@ def _round(shape: Sequence[int], one_round: Round, network: Network, group: Grou
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """Returns for each device, [devices], the number of the device that is `step` further on in its
-    own group. The group is a box of this `shape`, and `step` has a distance for each dim of the
-    box. A step beyond the end of a dim goes on at its start."""
+    """Returns an array [devices]: for each device, the number of the device that is `step` further
+    on in the same group. The group is a box of this `shape`, and `step` has a distance for each dim
+    of the box. A step beyond the end of a dim goes on at its start."""
     here = np.arange(devices)
     place = here // group.stride % group.size  # of each device in its group
     at = np.unravel_index(place, tuple(shape))  # its coordinates in the box
@@ -303,14 +308,14 @@ def destinations(
 @functools.lru_cache(maxsize=256)
 def _tables(name: str, size: int) -> Tables | None:
     """Returns the tables of the algorithm `name` of `makers` for this number of devices; None if
-    the algorithm does not fit it."""
+    the algorithm does not fit this number."""
     maker = dict(makers(size)).get(name)
     return maker() if maker else None
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
-    """Yields the name of each algorithm that `choose` tries along an axis of `size` devices, and a
-    function that makes its tables."""
+    """Yields a pair for each algorithm that `choose` tries along an axis of `size` devices: the
+    algorithm's name, and a function that makes its tables."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
@@ -372,12 +377,12 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of a collective by an algorithm of `makers`. The alpha of the cost is the
-    seconds for no bytes, and the beta the seconds for each byte of the array that the collective
-    takes.
+    """Returns the cost of the collective `kind` by the algorithm `name` of `makers`. The alpha of
+    the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
+    array that the collective takes.
 
-    The time of a round is linear in the bytes, so two simulations give the time for all sizes. A
-    search asks for thousands of sizes.
+    The time of a round is linear in the bytes, so two simulations give the time for all sizes. This
+    matters because a search asks for thousands of sizes.
     """
     tables = _tables(name, group.size)
     assert tables is not None  # `choose` asks only for algorithms that fit

@@ -1,5 +1,5 @@
-"""Classifies an equation of a traced program by what it does on a device: arithmetic, messages, and
-whether its result needs memory of its own."""
+"""Classifies an equation of a traced program by what it does on a device: arithmetic or messages.
+Also tells whether its result needs memory of its own."""
 
 import math
 from collections.abc import Mapping
@@ -52,15 +52,16 @@ COLLECTIVES = {  # with their names in compiled programs
 
 
 def nbytes(aval) -> int:
-    """Returns the bytes of an array of the abstract type `aval`; 0 for a type that is not that of
-    an array."""
+    """Returns the bytes of an array of the abstract type `aval`; 0 for a type that is no array
+    type."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
 def operations(eqn: JaxprEqn) -> int:
     """Returns the floating-point operations of a matmul or a convolution: 2 for each pair of
-    numbers that it multiplies and adds. A Pallas kernel states its own number.
+    numbers that are multiplied and added to a sum. For a Pallas kernel, returns the number that the
+    kernel states.
     """
     if eqn.primitive.name == "pallas_call":
         return int(eqn.params["cost_estimate"].flops)

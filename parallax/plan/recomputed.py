@@ -1,9 +1,10 @@
-"""The parts of a layer that are kept for its backward pass, and those that the backward pass
+"""Tells which arrays of a layer are kept for the backward pass, and which arrays the backward pass
 computes or gathers again, under a layout's `remat`.
 
 `remat` is "none", or it names the arrays that are computed again: "gathers" (gathered arrays),
 "attention", "block" (a whole layer) or "stage" (a whole stage of a pipeline). Only "products" names
-the arrays that are kept, the results of matmuls with weights; all others are computed again.
+the arrays that are kept: the results of matmuls with weights. All other arrays are then computed
+again.
 """
 
 from typing import Literal, NamedTuple
@@ -15,16 +16,17 @@ class Recomputed(NamedTuple):
     """The arrays that a layer keeps, and the operations that its backward pass runs again.
 
     Attributes:
-        keeps: everything, only the results of matmuls with weights, or only the layer's input.
+        keeps: what a layer keeps: everything, only the results of its matmuls with weights
+            ("products"), or only its input ("inputs").
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
         keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
-        gathers: all-gathers over devices per layer that the backward pass runs again.
-        sums: sums over devices per layer that the backward pass runs again.
+        gathers: how many all-gathers over devices the backward pass of a layer runs again.
+        sums: how many sums over devices the backward pass of a layer runs again.
         matmuls: whether the backward pass runs the matmuls with weights again.
         scores: the share of attention's matmuls that the backward pass runs again: a half if
             attention's result is kept and its scores are not.
-        passes: the share that the backward pass computes again of the arrays between a layer's
-            matmuls. The time of these arrays is that of passes over memory.
+        passes: of the arrays between a layer's matmuls, the share that the backward pass computes
+            again. To compute these arrays takes the time of passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -42,9 +44,10 @@ class Recomputed(NamedTuple):
         """Returns the share of the matmuls with weights that the backward pass runs again, in a
         stage of `layers` layers; 0 if it runs none again.
 
-        The last matmul of each layer is left out; if the whole stage runs again, only the last
-        matmul of the stage. The result of this matmul is the input of the next layer or stage, and
-        kept there. `last` is this matmul's share of the weights in a layer's matmuls.
+        The last matmul of each layer does not run again: its result is kept, as the input of the
+        next layer. If the whole stage runs again, this holds only for the last matmul of the stage,
+        whose result the next stage keeps. `last` is the share of a layer's weights that the last
+        matmul has.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

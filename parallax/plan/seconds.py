@@ -1,8 +1,9 @@
-"""The time of a traced step: the seconds of its matmuls (products), of its reads and writes of
-memory, and of its messages, and which of the three takes longest.
+"""Computes the time of a traced step: the seconds of its matmuls (products), of its reads and
+writes of memory, and of its messages. Also tells which of the three takes longest.
 
 The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
-bytes of its result on a device. `n` is the number of devices along its axes together.
+bytes of its result on a device. `n` is the number of devices along all axes of the message
+together.
 """
 
 import math
@@ -23,9 +24,9 @@ class Seconds(NamedTuple):
     Attributes:
         products: seconds of the matmuls, at the share of the peak rate that large matmuls reach.
         passes: seconds in which memory is read and written.
-        messages: for each set of axes, seconds of the messages along it, one after another.
+        messages: for each set of axes, seconds of the messages along these axes, one after another.
         share: the share of the peak rate that the step reaches: the seconds that its matmuls would
-            take at the peak rate, over `total`.
+            take at the peak rate, divided by `total`.
     """
 
     products: float
@@ -86,8 +87,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """Returns the range of device numbers in a group along `axes`: the last minus the first, plus
-    1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
+    """Returns the range of device numbers in a group along `axes`: the last number minus the first,
+    plus 1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
     devices for the group to fit into it."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
@@ -105,15 +106,16 @@ _LIKE: dict[str, Callable[..., Any]] = {
 
 
 def _taken(message: Any, mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of the array that a collective takes, from those of its result."""
+    """Returns the bytes of the array that a collective takes. They follow from the bytes of its
+    result, in `message`."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     return {"all-gather": -(-size // n), "reduce-scatter": size * n}.get(message.kind, size)
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks of size / n bytes; the other collectives of `jax.lax` cost as much as those
-    of `collectives.halving`.
+    n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as that of
+    `collectives.halving`.
 
     The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, received
     bytes that the device adds to its own, and `chain`, the longest chain of messages that wait for
@@ -129,6 +131,6 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
 
 
 def _rate(dtype: str, hardware: Hardware) -> float:
-    """Returns a device's peak operations per second in a type: its rate in 16 bits if the type has
-    at most 16 bits, else its rate in full precision."""
+    """Returns a device's peak operations per second in a type: `rate` if the type has at most 16
+    bits, and `full_rate` if it has more."""
     return hardware.rate if jnp.dtype(dtype).itemsize <= 2 else hardware.full_rate

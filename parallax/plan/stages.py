@@ -1,5 +1,5 @@
 """Counts the work of a pipeline's jobs F, I, W and of its head: the floating-point operations of
-the matmuls in their traces.
+the matmuls in the traces of these jobs.
 
 Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients of its weights. A
 stage has one or more chunks; each chunk is a group of the model's layers.
@@ -27,12 +27,13 @@ from parallax.schedule import Schedule
 
 
 class StageWork(NamedTuple):
-    """Operations in matmuls, for one microbatch on one device: 2 for each term of each sum.
+    """Operations in matmuls, for one microbatch on one device. Each term of each sum counts as 2
+    operations.
 
     Attributes:
         forward: operations of F for one chunk.
-        backward: operations of I for one chunk; with `save=inputs` they include those of the
-            forward pass that runs again.
+        backward: operations of I for one chunk; with `save=inputs` they include the operations of
+            the forward pass, which then runs again.
         weight: operations of W for one chunk.
         head: operations of the head and its gradient.
     """
@@ -61,9 +62,9 @@ def stage_work(
 ) -> Callable[..., StageWork]:
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Its
-    `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the operations
-    of the whole backward pass: no matmul is counted twice.
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
+    argument `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the
+    operations of the whole backward pass: no matmul is counted twice.
 
     `pipeline.value_and_grad` takes the same arguments.
 
@@ -89,8 +90,8 @@ def stage_work(
         def traced(arrays, batch):
             """Adds the operations of F, I, W and the head to `counts`, and returns no array.
 
-            `in_halves` splits the backward pass into I and W, also if the schedule does not. `send`
-            says how stages send activations. It does not change the matmuls.
+            `in_halves` splits the backward pass into I and W, even if the schedule does not. `send`
+            says how stages send activations, which does not change the matmuls.
             """
             params = eqx.combine(arrays, static)
             jobs = Jobs(

@@ -1,5 +1,5 @@
-"""Reads memory, messages, arithmetic and time of any step from its traced program. Nothing is
-compiled, and the devices need not exist.
+"""Reads the memory, messages, arithmetic and time of any step from the traced program of the step.
+Nothing is compiled, and the devices need not exist.
 
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
@@ -7,11 +7,11 @@ compiled, and the devices need not exist.
 The program is walked once. The operations of products and the bytes of messages equal those of the
 compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
 result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program; its `root` is the value before reshapes, and `root.reads` has the buffers that it is
-computed from. A `Buffer` is the memory of a `Value`. A `Message` stands for all calls of one kind
-of collective with the same axes, result bytes and source line. A `Reading` walks the program:
-`emit` adds an operation, `hold` gives a value its buffer, and the fields sum up the operations and
-messages so far.
+program. The `root` of a value is the value before reshapes, and `root.reads` has the buffers from
+which the root is computed. A `Buffer` is the memory of a `Value`. A `Message` stands for all calls
+of one kind of collective with the same axes, result bytes and source line. A `Reading` walks the
+program: `emit` adds an operation, `hold` gives a value its buffer, and the fields sum up the
+operations and messages so far.
 """
 
 from collections import Counter
@@ -42,11 +42,11 @@ class Trace(NamedTuple):
         lines: the same operations, by the line of the caller's source.
         read: bytes that operations read from memory, after fusion.
         written: bytes that operations write to memory.
-        messages: the number of calls of each collective.
+        messages: the number of calls of each kind of collective.
         arguments: bytes of the step's arguments.
         donated: bytes of those arguments that the step may write over.
         results: bytes of the results that are not written over a donated argument.
-        temporaries: bytes of all other arrays at the fullest moment.
+        temporaries: bytes of all other arrays at the moment when they have the most bytes.
         at_peak: the temporaries at that moment, the largest first.
         unbounded: the lines of loops whose number of trips is not known; one trip is counted.
         seconds: the time of a step; None without hardware.
@@ -68,12 +68,12 @@ class Trace(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the fullest moment."""
+        """Bytes on a device at the moment when it needs the most."""
         return self.arguments + self.results + self.temporaries
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
-        """Bytes of the collectives' results, by axes, as `compiled.certificate` counts them. The
+        """Bytes of the collectives' results, by axes, counted as in `compiled.certificate`. The
         bytes that really leave a device depend on the algorithm."""
         found: Counter[tuple[str, ...]] = Counter()
         for message, times in self.messages.items():
@@ -101,11 +101,11 @@ def trace(
         shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
             that `mesh.spmd` splits, only the bytes of one device's block are counted.
         mesh: the mesh of the step. Its devices need not exist.
-        hardware: the kind of device, such as `hardware.TPU_V5E`. It gives the time of the step, and
-            the copies that the compiler makes.
+        hardware: the kind of device, such as `hardware.TPU_V5E`. From it come the time of the step,
+            and the copies that the compiler makes.
         platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or
-            "cuda". By default the platform of the hardware; without hardware the default branch
-            counts.
+            "cuda". By default this is the platform of `hardware`. Without hardware, the default
+            branch counts.
 
     Raises:
         ValueError: the step is not mapped over `mesh`.
@@ -169,7 +169,8 @@ def trace(
 
 
 def _unplaced(leaf: Any) -> Any:
-    """Returns an argument without its sharding, which may have devices of another mesh."""
+    """Returns an argument without its sharding, since the sharding may have devices of another
+    mesh."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -178,14 +179,15 @@ def _unplaced(leaf: Any) -> Any:
 
 
 def _argument(var: Any) -> Value:
-    """Returns the value of an argument, in a buffer that is no temporary."""
+    """Returns the value of an argument of the step. The value's buffer does not count as a
+    temporary."""
     buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
     return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables of the arrays that are donated to a jitted function of the program,
-    which may write over them."""
+    """Returns the variables of the arrays that are donated to a jitted function of the program.
+    Such a function may write over the arrays."""
     marked = [
         (eqn.invars, eqn.params["donated_invars"])
         for eqn in jaxpr.eqns
@@ -202,11 +204,11 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Returns the results that are written over a donated argument of their size, each with the
-    argument's buffer, and the results that are not.
+    """Returns two lists: pairs of a result that is written over a donated argument of the same size
+    and the argument's buffer; and the results that are written over no argument.
 
-    `free` has the donated buffers. Each result takes the first of them that has its size and is not
-    taken yet, as XLA does.
+    `free` has the donated buffers. As in XLA, each result takes the first donated buffer of the
+    result's size that is not taken yet.
     """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
@@ -242,7 +244,7 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
     """Returns the buffers at the peak, the largest first. Buffers of the same operation on the same
-    line are added into one."""
+    line are added up into one `Held`."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -255,7 +257,7 @@ def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """Returns the trace as text, a line for each number, and at most `rows` for each list."""
+    """Returns the trace as text: a line for each number, and at most `rows` lines for each list."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,
@@ -300,9 +302,9 @@ def report(trace: Trace, *, rows: int = 8) -> str:
 
 
 def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
-    """Returns lines for the collectives that move the most bytes, at most `rows` lines. The
-    collectives of the same axes, kind and source line are one line: total bytes, calls, and bytes
-    of the largest result."""
+    """Returns lines for the collectives that move the most bytes, at most `rows` lines. Collectives
+    with the same axes, kind and source line share a line, which has their total bytes, their calls,
+    and the bytes of the largest result."""
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
@@ -320,9 +322,9 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
-    """Returns two lines on the time of a step: without overlap, and with full overlap, in which the
-    slowest of products, memory and messages decides. The second line also has the seconds of
-    messages by axes, in brackets."""
+    """Returns two lines on the time of a step. The first has the time without overlap. The second
+    has the time with full overlap, which is that of the slowest of products, memory and messages.
+    The second line also has the seconds of messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

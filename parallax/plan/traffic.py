@@ -11,12 +11,13 @@ In `_Step`, `size` says how often a step calls each part of the model (`Sizes`),
 operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
 but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
 residual stream on a device, and `parts` the number of devices among which its tokens are split.
-`compute` is the bytes of a number in the dtype in which the model computes, and `wide` in the wider
-dtype of sums. `shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether each
-microbatch scatters the leaf's gradients. `halving` is the recursive-halving algorithm.
+`compute` is the bytes of a number in the dtype in which the model computes, and `wide` the bytes of
+a number in the wider dtype of sums. `shards` are the axes over which ZeRO splits.
+`shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients. `halving` is the
+recursive-halving algorithm.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
-sends half of that, and so does an all-gather whose result has S bytes.
+sends half as many bytes, and so does an all-gather whose result has S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
 section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
@@ -79,8 +80,8 @@ class Term(NamedTuple):
     @property
     def cost(self) -> Cost:
         """The cost of one call. A collective of `jax.lax` counts as one message of the bytes of its
-        result. XLA's algorithm is not known, so it takes the time of `collectives.halving`; a
-        `lax.pmax`, which is small, takes the time of one hop."""
+        result. XLA's algorithm is not known, so the collective takes the time of
+        `collectives.halving` here. A `lax.pmax`, which is small, takes the time of one hop."""
         if self.collective is lax.pmax:
             # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
             # longest chain of messages that wait for each other
@@ -105,17 +106,18 @@ class Sizes(NamedTuple):
 
     Attributes:
         sequences: sequences of the microbatch.
-        tokens: tokens of these sequences that a device of the context axis has.
+        tokens: how many tokens of these sequences one device has; the context axis splits them.
         layers: layers that one call of a stage runs.
         forward: calls of a stage forward.
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
         leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
-        hops: activations that are sent to the next stage, and cotangents to the stage before.
+        hops: messages between stages (activations to the next stage, cotangents to the stage
+            before).
         last: how many ticks at the step's end run the same lanes as the very last tick.
-        weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
-            schedule has a lane for them.
+        weights: calls of a stage for the gradients of its weights. There are as many as `backward`,
+            or fewer if the schedule has a lane of its own for these gradients.
     """
 
     sequences: int
@@ -135,8 +137,8 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
     `batch` sequences.
 
-    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run them too,
-    on garbage. A lane then counts in each tick in which at least one stage has a job for it.
+    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run these lanes
+    too, on garbage. A lane then counts in each tick in which at least one stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -202,8 +204,9 @@ class _Step:
     """The terms of one step. Each method yields the terms of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Computes from the arguments of `terms` the axes with their algorithms, and the bytes that
-        the module's docstring defines. Sums have float32 numbers (4 bytes) or wider ones."""
+        """Takes the arguments of `terms`. Computes the axes with their algorithms, and the sizes
+        that the module's docstring defines, such as `stream` and `wide`. Sums have float32 numbers
+        (4 bytes) or wider ones."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -219,7 +222,7 @@ class _Step:
 
         `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
         each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
-        default in the dtype in which the model computes.
+        default that of the dtype in which the model computes.
         """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
@@ -234,8 +237,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """Returns the axes in groups, one group for each call that moves an array. A call takes all
-        neighbouring axes with the same algorithm. Axes of one device are left out."""
+        """Returns the axes in groups. One call of a collective moves an array along all axes of a
+        group: neighbouring axes with the same algorithm. Axes of one device are left out."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -243,8 +246,8 @@ class _Step:
         ]
 
     def algorithm(self, group):
-        """Returns the collective algorithm of a group of axes; a ring, which sends nothing, for an
-        empty group."""
+        """Returns the collective algorithm of a group of axes. For an empty group this is a ring,
+        which then sends nothing."""
         return self.axes[group[0]].algorithm if group else ring
 
     def size_of(self, group) -> int:
@@ -253,7 +256,8 @@ class _Step:
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the terms of an all-reduce of `nbytes` on each device, `times` times in a step:
-        one for each group of axes with the same algorithm. `what` is a name for the data."""
+        one term for each group of axes with the same algorithm. `what` and `itemsize` are those of
+        `term`."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
@@ -261,8 +265,8 @@ class _Step:
         """Yields the terms of a reduce-scatter of `nbytes` on each device, `times` times in a step:
         one term for each group of the axes `over`, the first axis first.
 
-        A group of n devices leaves 1/n of the bytes for the next group. `what` is a name for the
-        data.
+        A group of n devices leaves 1/n of the bytes for the next group. `what` and `itemsize` are
+        those of `term`.
         """
         for group in self.groups(over):
             yield self.term(
@@ -271,11 +275,11 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-gather of parts of `nbytes`, one on each device, `times` times
+        """Yields the terms of an all-gather that takes `nbytes` bytes on each device, `times` times
         in a step: one term for each group of the axes `over`, the last axis first.
 
-        A group of n devices hands n times its bytes to the next group. `what` is a name for the
-        data.
+        After a group of n devices, each device has n times as many bytes for the next group. `what`
+        and `itemsize` are those of `term`.
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -302,15 +306,15 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
-        two halves of its all-reduces. `gathered` and `scattered` are names for the data, `gathers`
-        and `scatters` the numbers of calls in a step."""
+        two halves of its all-reduces. `gathered` and `scattered` are names for the data. `gathers`
+        and `scatters` are how often a step calls each half."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Yields the messages of ring attention. Keys and values go round the ring in each pass,
-        and in the backward pass their gradients follow them, in float32 or wider."""
+        """Yields the messages of ring attention. Keys and values go round the ring in each pass. In
+        the backward pass the gradients of keys and values go round too, in float32 or wider."""
         size, n = self.size, self.layout.context
         # The numbers of the keys on a device. The values have as many, and go in messages of their
         # own, so each hop counts as two messages.
@@ -330,7 +334,7 @@ class _Step:
 
     def at_the_ends(self) -> Iterator[Term]:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
-        axes stage and tensor. `between_stages` yields those of the stages' activations."""
+        axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
         # The embedding sums its rows over tensor, and the head the cotangent of its input. With
         # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
@@ -362,7 +366,8 @@ class _Step:
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
         the head, and the cotangent of the first stage's input, for the embedding. The first stage
-        needs the sum of all stages' embeddings, and the last stage that of the head's cotangents.
+        needs the sum of all stages' embeddings, and the last stage needs the sum of all stages'
+        cotangents from the head.
         """
         # `size.hops` counts activations and cotangents. With `split_sends` each tensor device sends
         # one part of them, and the parts are gathered after the hop.
@@ -385,9 +390,9 @@ class _Step:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
-        """Returns whether each microbatch scatters a leaf's gradients, so that a device sums only
-        its share of them; else the device sums whole gradients. `leaf.block` says whether the leaf
-        belongs to the layers."""
+        """Returns whether each microbatch scatters a leaf's gradients. If so, a device sums only
+        its share of the gradients over the microbatches; if not, it sums whole gradients.
+        `leaf.block` says whether the leaf belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
@@ -437,8 +442,8 @@ class _Step:
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
         stage gathers the leaf, also a pass that runs again. Each backward pass that reads the leaf
-        gathers it too. It never reads the last bias (`IDLE`), and the other biases (`ADDED`) only
-        if the layer does not keep everything."""
+        gathers it too. A backward pass never reads the last bias (`IDLE`). It reads the other
+        biases (`ADDED`) only if the layer does not keep everything."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
@@ -454,8 +459,9 @@ class _Step:
         """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
         microbatch, or in a pipeline in each tick of a lane that makes these gradients.
 
-        A lane that does not make them scatters zeros. In a ring, XLA sends these zeros only once in
-        a step, for all leaves of the same shape; with `lax.psum_scatter` it sends none.
+        A lane that does not make gradients of the leaf scatters zeros. If a ring scatters them, XLA
+        sends these zeros only once in a step, for all leaves of the same shape. If
+        `lax.psum_scatter` does, XLA sends no zeros.
         """
         size = self.size
         if not self.layout.pipelined:
@@ -466,8 +472,9 @@ class _Step:
         )
         zeros = 0 if by_lax else 1
         # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of them, and the other scatters zeros. The default is for
-        # `norm.bias`, whose zeros are sent with those of `norm.weight`, which has the same shape.
+        # leaves belongs to one of the two, and the other of the two scatters zeros. A leaf of the
+        # ends that is not listed counts `size.heads`. One such leaf is `norm.bias`, whose zeros are
+        # sent together with those of `norm.weight`, which has the same shape.
         scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,
@@ -477,11 +484,11 @@ class _Step:
 
     def over_all(self) -> Iterator[Term]:
         """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
-        Then yields one over all of these axes, which tells all devices whether the update is
-        finite.
+        Then yields an all-reduce over all of these axes, which tells all devices whether the update
+        is finite.
 
-        All of them take the axes in alphabetical order, the order in which an array's type lists
-        them.
+        All these all-reduces take their axes in alphabetical order, the order in which an array's
+        type lists them.
         """
         axis_sets = {}  # a dict as an ordered set
         for leaf in self.leaves:
