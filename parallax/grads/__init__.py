@@ -5,7 +5,8 @@ A gradient function is `(params, batch) -> (loss, gradients)`, such as `jax.valu
 `eqx.filter_value_and_grad` make. With `has_aux=True` it is
 `(params, batch) -> ((loss, aux), gradients)`; every function here also returns `aux`, a tree of
 arrays. A leaf that is not trained has a gradient of None. The order of wrapping decides the cost:
-`averaged` outside `accumulated` reduces once per step; inside `accumulated`, once per microbatch.
+`averaged` reduces once per step if it wraps `accumulated`, and once per microbatch inside
+`accumulated`.
 """
 
 from parallax.grads.devices import (

@@ -1,13 +1,13 @@
-"""Gradients of the whole batch: from microbatches, one after another, and from devices that split
-the batch.
+"""Makes the gradients of a whole batch: from its microbatches, one after another, or from the
+devices that split the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
-`(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
-device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` means
-that each device of axis X holds one term of a sum, and `A` is the sum. `axis.over(names)` is
-`axis` with only those of its names that are in `names`. `sequence_after(x, y)` is `x`; on a CPU
-each of its arrays waits for all of `y`. `ENCLOSING.value` has the axes of enclosing gradient
-functions.
+`(loss, aux)`. An array varies along an axis if its type says that it may differ between the devices
+of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
+a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
+`axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
+`x`; on a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
+functions around the code being traced.
 """
 
 import numbers
@@ -63,9 +63,10 @@ def accumulated(
 ) -> Grad:
     """Returns `grad` of the whole batch, computed one microbatch after another.
 
-    It needs memory for one microbatch at a time. It equals `grad` if the loss is a mean over the
-    batch. The first dim of every leaf of the batch is cut in order into microbatches. Gradients are
-    summed, and returned, in float32, or in their own type if that is wider.
+    The new function needs memory for one microbatch at a time. Its results equal those of `grad` if
+    the loss is a mean over the batch. The first dim of every leaf of the batch is cut in order into
+    microbatches. Gradients are summed, and returned, in float32, or in their own type if that is
+    wider.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.accumulated(jax.value_and_grad(loss), microbatches=4)
@@ -76,12 +77,12 @@ def accumulated(
     Args:
         grad: a gradient function.
         microbatches: the number of equal parts.
-        aux: a function that combines the auxiliary values of all microbatches, which are stacked:
-            `[microbatches, ...]`.
+        aux: a function that combines the auxiliary values. It gets those of all microbatches,
+            stacked to arrays `[microbatches, ...]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or are no multiples of `microbatches`; or `grad`
-            was made by `clipped`, and there are several microbatches.
+        ValueError: the first dims of the batch's leaves differ, or are no multiples of
+            `microbatches`; or `grad` was made by `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -126,7 +127,7 @@ def accumulated(
 
 
 def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
-    """Returns `batch` with the first dim of each leaf, the sequences, cut in order into
+    """Returns `batch` with the first dim of each leaf cut in order into two dims,
     `[microbatches, sequences of one microbatch]`.
 
     Raises:
@@ -175,8 +176,8 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the names in `axis` along which it varies, summed in
-    float32 or wider. An integer array that varies becomes floating-point."""
+    """Returns the mean of each array over the names in `axis` along which the array varies. The
+    sums are taken in float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the names in `axis` along which it varies, or the
@@ -200,13 +201,13 @@ def averaged(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
-    the batch: data parallelism, `A {U_X} -> A`.
+    the batch. This is data parallelism, `A {U_X} -> A`.
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
-    (ZeRO-3, experts), its gradient is already summed over these axes, so it is summed only over the
-    other axes. Each sum is divided by the product of the sizes of all axes. Sums are taken in
-    float32 or wider, and rounded once, to the gradient's own type.
+    (ZeRO-3, experts), its gradient is already summed over these axes, so this gradient is summed
+    only over the other axes. Each sum is divided by the product of the sizes of all axes. Sums are
+    taken in float32 or wider, and rounded once, to the gradient's own type.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
@@ -216,15 +217,15 @@ def averaged(
         >>> print(mean, gradients)
         4.0 [4. 4.]
 
-    A loss that itself takes a training step (MAML) may use `averaged`, inside another `averaged`
-    over the same axis.
+    A loss that itself takes a training step (MAML) may use `averaged` in that step, even if the
+    gradient of the loss is averaged over the same axis.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
-            are not declared varying, since the backward pass sums their gradients: see
+        reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
+            gradients the backward pass sums; these are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
@@ -257,23 +258,25 @@ def summed(
     """Returns `grad` with its gradients summed over those names in `axis` along which all devices
     have the same parameter: `A {U_X} -> A`.
 
-    It is for devices that each compute a part of one loss. In sequence parallelism, for example,
-    each device normalises only some of the tokens, so its gradient of a norm's weight is a term of
-    the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own type.
+    Use it if each device computes a part of one loss. In sequence parallelism, for example, each
+    device normalises only some of the tokens, so the device's gradient of the norm's weight is one
+    term of the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own
+    type.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, of the devices that compute the parts.
-        loss: whether each device's loss is a term too, so that the losses are summed. Otherwise the
-            loss is returned as it is; it may already be a sum or mean over `axis`.
+        loss: whether the losses of the devices are terms too, and are summed. If not, the loss is
+            returned as it is; it may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: a function such as `lambda model: model.blocks`, which returns the parameters that
-            are not declared varying, since the backward pass sums their gradients: see
+        reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
+            gradients the backward pass sums; these are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the gradients are already summed over `axis`, or, with `loss`, the loss is; or a
-            share, the numbers of rows or the types are wrong, as in `averaged`.
+        ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
+            already reduced over `axis`; or another error of `averaged`, about a share, the numbers
+            of rows or the types.
     """
 
     axis = Axis.of(axis)
@@ -295,8 +298,8 @@ class LocalGradients(NamedTuple):
 
     Attributes:
         params: the parameters as they were given, with their own types.
-        declared: the same parameters as the gradient function got them: declared varying along the
-            axis to be reduced over, except those that `reduced` picked.
+        declared: the same parameters as the gradient function got them. They are declared varying
+            along the axis to be reduced over, except those that `reduced` picked.
         value: the loss, or `(loss, aux)`.
         gradients: the gradients on this device.
     """
@@ -325,23 +328,23 @@ def value_and_sums(
 
     Args:
         local: this device's loss and gradients, before any sum. `local.params` are the parameters
-            as the caller passed them, and `local.declared` the same, declared varying (but for
-            those that `reduced` picked).
+            as the caller passed them, and `local.declared` are the same parameters, declared
+            varying except those that `reduced` picked.
         axis: the axis to sum over.
         finish: `finish(sum, term)` makes the result from the sum over devices and from this
             device's term. It is called for each gradient and for the loss.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         loss: whether the loss is summed. If not, `finish` gets this device's loss in place of the
             sum.
-        scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
-            `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
-            remain. It returns `value` with the same numbers, but it may let `value` wait, so that
-            all devices send in one order.
+        scatter: a function `(value, gradients, params, names) -> (value, gradients, names)`, called
+            before the sum. `names` has for each gradient the axes to sum it over; `scatter` returns
+            the axes that are left to sum over. It returns the same `value`, which it may delay so
+            that all devices send in one order.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
-        """Returns the axes to sum one gradient over. `declared` is its parameter as the gradient
-        function got it, and `parameter` is the same with the type that it had before."""
+        """Returns the axes to sum one gradient over. `parameter` is the gradient's parameter with
+        its first type, and `declared` is the same parameter as the gradient function got it."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
         # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
         # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
@@ -381,9 +384,9 @@ def local_gradients(
     declared varying along `axis`.
 
     Args:
-        grad: a gradient function. If some parameters are shares, it is traced to a program, which
-            is both run and checked.
-        params: its parameters.
+        grad: a gradient function. If some parameters are shares, `grad` is traced to a program, and
+            the program is run and checked.
+        params: the parameters of `grad`.
         batch: this device's batch.
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
@@ -440,7 +443,7 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
     `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
     numbers of rows. If each leaf has its own spec, the different numbers are intended, and
-    `uneven_axes` is empty. Random keys, one for each device, are not rows.
+    `uneven_axes` is empty. Arrays of random keys, such as one key for each device, are not checked.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -472,15 +475,15 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
-    """Raises `ValueError` if all gradients were summed along one of `names` before. `declared` are
-    the parameters as the gradient function got them. `mean` says whether the caller takes the mean
-    over `names`, not the sum.
+    """Raises `ValueError` if all gradients were already summed over one of the axes `names`.
+    `declared` are the parameters as the gradient function got them. `mean` says whether the caller
+    takes the mean over `names`, not the sum.
 
     If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
     axis made it the same on all devices. One gradient that varies shows that there was no sum of
     all gradients. A mean does not change a loss and gradients that are both the same on all
-    devices, so with `mean` these pass. If the loss varies, only the gradients were summed:
-    their mean is still this sum, too large by the number of devices.
+    devices, so with `mean` these pass. If the loss varies, only the gradients were summed: the mean
+    of these equal sums is the sum itself, and so too large by the number of devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -506,8 +509,8 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns the given axes along which a gradient varies and the loss does not: the loss may have
     been reduced there.
 
-    If neither varies, both were reduced. Then `_check_not_summed` decides: a mean of them is right,
-    a sum is not.
+    If neither varies, both were reduced. `_check_not_summed` accepts that if the caller takes a
+    mean, and refuses it for a sum.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -538,7 +541,7 @@ def _program_with_shares(
 
 
 class _Program:
-    """A gradient function, traced on these parameters and this batch, whose program can be checked
+    """The program of a gradient function, traced on given parameters and a batch. It can be checked
     and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
     structure of its results."""
 
@@ -561,12 +564,12 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses one of the `shares`, paths of parameters that are split along
-        the axis `name`, as if it were whole. With `may_be_reduced`, also refuses a loss that is
-        already reduced over this axis.
+        """Refuses a loss that uses a share as if it were a whole parameter. `shares` has the paths
+        of the parameters that are split along the axis `name`. With `may_be_reduced`, also refuses
+        a loss that is already reduced over this axis.
 
-        `may_be_reduced` says that the loss does not vary along the axis. Then it was reduced,
-        unless it depends on no argument that varies there.
+        `may_be_reduced` says that the loss does not vary along the axis. Then the loss was reduced,
+        unless it depends on no argument that varies along the axis.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
@@ -602,10 +605,11 @@ class _Program:
 
 
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
-    """Returns each leaf of `tree` summed over its own axes, in float32 or wider.
+    """Returns each leaf of `tree`, summed in float32 or wider over the mesh axes that `names` has
+    for it.
 
-    `names` is a tree like `tree`. It has for each leaf a tuple of names of `axis`: the axes over
-    which the leaf is summed.
+    `names` is a tree like `tree`, with a tuple of names of `axis` in place of each leaf. A leaf
+    with an empty tuple is not summed.
     """
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)
@@ -632,19 +636,19 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     from one term of the sum on each device to the sum on all, `A {U_X} -> A`.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
-    gradients of each layer. The messages can overlap with the work of the next iteration. They have
-    as many bytes as the messages of `averaged`, but are sent leaf by leaf, and once per microbatch.
-    So do not use `accumulated` around the block. Tell `averaged` by `reduced=` which parameters are
-    summed here, so that it leaves their gradients to the block:
+    gradients of each layer. The messages can overlap with the work of the next iteration. These
+    messages have as many bytes as those of `averaged`, but are sent leaf by leaf, and once per
+    microbatch. So do not use `accumulated` around the block. By `reduced=` tell `averaged` which
+    parameters have their gradients summed here, so that it does not sum these gradients again:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are also right with only one of the two, the wrapped block and `reduced=picked`.
-    Without `reduced=picked`, `averaged` sums them at the end. Without the wrapped block, JAX sums
-    them in the backward pass, by `jax.lax`: `averaged` then leaves the picked parameters typed as
-    the same on all devices. Sums are taken in float32 or wider, and rounded to the type that
-    the block computes in.
+    The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
+    passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
+    block, JAX sums them in the backward pass, by `jax.lax`: `averaged` then leaves the picked
+    parameters typed as the same on all devices. Sums are taken in float32 or wider, and rounded to
+    the type that the block computes in.
 
     Args:
         function: a block; its first argument is the tree of parameters.

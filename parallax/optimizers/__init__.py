@@ -1,8 +1,8 @@
 """Optimizers on shards: a check that an optimizer acts element by element, and wrappers for
 optimizers that do not.
 
-The wrappers are imported at their first use: every train step uses the check, and the check does
-not need them.
+The wrappers are imported at their first use: every train step uses the check, and the check needs
+no wrapper.
 """
 
 from importlib import import_module

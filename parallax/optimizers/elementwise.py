@@ -1,19 +1,20 @@
-"""Checks that an optimizer acts element by element, so that an update of a shard gives the same
-numbers as an update of the whole leaf, of which the shard is then taken.
+"""Checks that an optimizer acts element by element. Then the update of a shard has the same numbers
+as that shard of the update of the whole leaf.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
-dims have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses the
-update or the new state of a leaf if it is not computed element by element from this leaf. It also
-refuses a program that depends on the size, such as a learning rate scaled by the size of a dim. The
-allowed operations are listed, since a list of forbidden operations could miss some.
+dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
+refuses the optimizer if the update or the new state of a leaf is not computed element by element
+from this leaf. It also refuses a program that depends on the size, such as a learning rate scaled
+by the size of a dim. The allowed operations are listed, since a list of forbidden operations could
+miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
-the optimizer's state, is the number of its leaf. The number of the step, for example, belongs to no
-leaf, so its owner is None. A moment is a state array of the shape of its leaf's gradient. A share
-is a device's part of a gradient or a parameter. A `Value` has the sources of an array in the
-program: `leaves`, the numbers of the leaves that the array is computed from, and `mixes`, the
-reason why it is not computed element by element, or "" if it is. The number `WHOLE` stands for any
-array that is the same on all devices.
+the optimizer's state, is the number of the leaf that it belongs to. The number of the step, for
+example, belongs to no leaf, so its owner is None. A moment is an array of the state that has the
+shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. A `Value`
+says how an array of the program is computed: `leaves` has the numbers of the leaves that the array
+is computed from. `mixes` is the reason why the array is not computed element by element, or "" if
+it is. The number `WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -57,20 +58,20 @@ def with_extra(
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update` with a check that its result on a shard of a leaf is the shard of its result
-    on the whole leaf.
+    """Returns `update` with a check that the update of a shard of a leaf is that shard of the
+    update of the whole leaf.
 
     Args:
         update: the update of an optimizer.
         specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
             does not name, the check assumes that this axis may split any dim of the leaf.
         at: the name of the caller, for messages.
-        gathered: axes along which the caller has gathered the leaves. They count as whole, although
-            their types still say that they vary along these axes.
+        gathered: axes along which the caller has gathered the leaves. The leaves count as whole
+            along these axes, although their types still vary along them.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
-        It raises `UnfitOptimizer` if the check fails.
+        This function raises `UnfitOptimizer` if the check fails.
     """
     # The keys of the arguments that have passed: a step is traced several times for the same
     # shapes, such as by `lower` and by `eval_shape`, and its optimizer is checked once.
@@ -81,8 +82,8 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update; checks it first, unless `decided` already has the key of
-        these arguments' types, which have then passed the check."""
+        """Returns the optimizer's update. The update is checked first, unless arguments of these
+        types have passed the check before: `decided` has the keys of such types."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -115,10 +116,11 @@ class _Leaf(NamedTuple):
         path: the path in the tree of parameters.
         gradient: the gradient.
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
-        split: the axes of more than one device along which the gradient or the parameter differs.
+        split: the axes, of more than one device each, along which the gradient or the parameter
+            differs.
         whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split; `whole` is then an upper bound, in
-            which every dim is multiplied by the number of devices.
+        is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
+            bound, in which every dim is multiplied by the number of devices.
     """
 
     path: tuple[Any, ...]
@@ -144,7 +146,8 @@ class _Update:
     """An update and its arguments on one device, for the check.
 
     `axes(x)` returns the axes along which an array `x` is split. `leaves` are the parameters that
-    have a gradient, and `owners` has the owner of each array of the state.
+    have a gradient. `owners` has, for each array of the state, the number of the leaf that it
+    belongs to, or None.
     """
 
     def __init__(
@@ -168,10 +171,11 @@ class _Update:
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
         """Returns the leaf at `path`. The types of the gradient and the parameter give the axes
-        that split it; the parameter's shape and its spec give the shape of the whole parameter."""
+        that split the leaf. The shape and the spec of the parameter give the shape of the whole
+        parameter."""
         axes, ndim = self.axes(weight), np.ndim(weight)
-        # By dim: the axes that split it, by the spec, and along which the parameter varies. A spec
-        # may have fewer entries than the array has dims.
+        # For each dim: the axes that the spec has for this dim, and along which the parameter
+        # varies. A spec may have fewer entries than the array has dims.
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
@@ -187,8 +191,9 @@ class _Update:
         return _Leaf(tuple(path), gradient, weight, split=split, whole=whole, is_open=is_open)
 
     def check(self) -> None:
-        """Raises `UnfitOptimizer` if the update, traced on symbolic sizes, is not computed element
-        by element from each leaf; returns at once if no leaf is split."""
+        """Raises `UnfitOptimizer` unless the update of each leaf is computed element by element
+        from this leaf. The update is traced on symbolic sizes. If no leaf is split, nothing is
+        traced."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
@@ -223,8 +228,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim. Its bounds are the dim's
-        size on a shard and its size in the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim. The bounds of a symbolic
+        size are the dim's size on a shard and the dim's size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -269,8 +274,8 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the `Value` of an array of the optimizer's state with this owner. If its `mixes`
-        is not empty, `judge` refuses each result that uses the array."""
+        """Returns the `Value` of an array of the optimizer's state with this owner. If `mixes` of
+        this `Value` is not empty, `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements, so it has no sources.
         if np.size(x) <= 1 and not self.axes(x):
@@ -318,8 +323,9 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether the leaves of numbers i and j are surely split along the same dim: over
-        one common axis, with equal shapes on the device and as a whole."""
+        """Returns whether the leaves of numbers i and j are surely split along the same dim. This
+        is sure if neither leaf is open (`is_open`), one axis alone splits both, and their shapes
+        are equal, on a device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # A leaf is open if it is split over an axis that its spec does not name. That axis may
@@ -344,9 +350,9 @@ class _Update:
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Raises `UnfitOptimizer` if an update failed with `error` because of missing leaves or of
-        the shapes of shards; otherwise returns, and the caller raises `error` itself. `params` are
-        all parameters, with and without a gradient."""
+        """Raises `UnfitOptimizer` if missing leaves or the shapes of shards made an update fail
+        with `error`. For any other cause it only returns, and the caller raises `error` itself.
+        `params` are all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.
@@ -421,7 +427,7 @@ def _shapes(tree: PyTree) -> list[Any]:
 
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
     """Returns, for each array of an optimizer's state, the index in `paths` of the parameter to
-    which it belongs, or None."""
+    which it belongs, or None if it belongs to no parameter."""
     return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
@@ -436,8 +442,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Returns whether JAX or optax raised this error about shapes, or about a state with other
-    leaves."""
+    """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
+    other leaves."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

@@ -1,18 +1,18 @@
-"""An optimizer's update as a program: the leaves that each value is computed from, and whether this
-is done element by element.
+"""Reads an optimizer's update as a program: finds the leaves that each value is computed from, and
+whether the value is computed element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
 a fact about the program is true for shards and for whole leaves. A result is *right on shards* if
-each device computes from its shards just its part of the result for whole leaves. A value that
+each device computes, from its shards, its own part of the result for whole leaves. A value that
 *mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
 
-Leaves are parameters, named by number, from 0 on. Two more numbers are used in the same way:
+Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way:
 `WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as right
 on shards, although its computation may mix elements. The *sources* of a value are a `Value`: the
 leaves that it is computed from, and whether it mixes. `met` joins the sources of several values
 into one `Value`, and `run` follows a program inside an equation, such as a branch. A call of
-`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and its argument
-`name` can *mark* the result.
+`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and the argument
+`name` can *mark* the result of the equation.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
     def wrapped(gradients, state, params=None, **extra):
         """Returns the updates and the state, marked as right on shards. If sizes are unknown,
-        `update` may fail, since collectives need known sizes. Then returns, without a call of
-        `update`, marked arrays of the types that it would return."""
+        `update` may fail, since collectives need known sizes. In that case `update` is not called,
+        and the results are marked arrays of the types that `update` would return."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes show which gradients are shares "
@@ -80,8 +80,8 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns `like` with the mark of a result that is computed from `x`: it is right on shards
-    unless `x` mixes, since `x` is then wrong already."""
+    """Returns `like` marked as a result that is computed from `x`. This result is right on shards
+    unless `x` mixes: then `x` is wrong already."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -97,9 +97,10 @@ class Value(NamedTuple):
 
     Attributes:
         leaves: the numbers of the leaves from which the value is computed. `WHOLE` is among them if
-            it uses an array that no axis splits, and `RIGHT` if it uses a marked result. If empty,
-            the value is one number, or an array of equal numbers, and the same on all devices.
-        mixes: why the value is not computed element by element; empty if it is.
+            the value uses an array that no axis splits, and `RIGHT` if the value uses a marked
+            result. If `leaves` is empty, the value is one number, or an array of equal numbers, and
+            the same on all devices.
+        mixes: why the value is not computed element by element; "" if it is.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -122,7 +123,8 @@ def same_everywhere(aval: Any) -> Value:
 
 
 def split_over(aval: Any) -> frozenset[str]:
-    """Returns the axes of more than one device along which an array of this type differs."""
+    """Returns the axes along which an array of this type differs between devices. Axes of one
+    device are left out."""
     return frozenset(axes_of_several_devices(axes_of_type(aval)))
 
 
@@ -161,7 +163,7 @@ class _Elements(jaxprs.Following):
 
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
         """Returns the sources of a result, of type `aval`, of an equation that counts as one
-        operation, even if it has a program inside."""
+        operation, even if the equation has a program inside."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
         # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is right if the operands that it
@@ -185,8 +187,8 @@ class _Elements(jaxprs.Following):
 
     def _mixes(self, eqn: JaxprEqn, sources: Value) -> str:
         """Returns the reason why an equation that is not elementwise is wrong on shards. Returns ""
-        if its operands are whole and its result does not depend on the shard. `sources` joins those
-        of all operands."""
+        if the operands are whole and the result does not depend on the shard. `sources` is the
+        union of the sources of all operands."""
         if sources.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
         # All operands are the same on every device. (Their types may still vary, as those of
@@ -209,7 +211,8 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     """Returns the sources of a result of type `aval` that an equation computes element by element.
 
     `value` has the sources of all operands of the equation. If a shard and a whole array are among
-    them, the result mixes elements: element i of the shard is not element i of the whole array.
+    the operands, the result mixes elements: element i of the shard is not element i of the whole
+    array.
     """
     # Updates that `zero.sharded` has gathered are whole, though they are made of shards: they are
     # marked by `RIGHT`, and vary along no axis.

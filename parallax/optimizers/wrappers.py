@@ -1,10 +1,10 @@
 """Makes optimizers that look at more than one element at a time correct for leaves that are split
 over devices.
 
-A device that updates only its shard of a leaf gets its part of the leaf's update only if the
-optimizer acts element by element. `step.make` refuses other optimizers
-(`parallax.optimizers.elementwise`). Two wrappers bring each leaf to its *owners*, the devices that
-update it, and return to each device its own *share* of the update:
+If each device updates only its shard of a leaf, the result is right only for an optimizer that acts
+element by element. `step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two
+wrappers bring each leaf to its *owners*, the devices that update it, and return to each device its
+own *share* of the update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
@@ -19,8 +19,9 @@ sends the update too:
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
 In `by_matrix`, the shares of a leaf that is split along its layers are on their owners already, and
-its update is sent only in ZeRO-1. A `Split` is a dim of a leaf and the axes that split it;
-`shards.gather` joins the shares, and `shards.take` cuts one out of a whole leaf.
+the update of this leaf is sent only in ZeRO-1. A `Split` is a dim of a leaf and the axes that split
+this dim; `shards.gather` joins the shares of a leaf, and `shards.take` cuts a share out of a whole
+leaf.
 """
 
 import functools
@@ -61,10 +62,10 @@ def whole(
     """Returns `optimizer` on whole leaves: every device gathers them over `axis`, updates them, and
     keeps its own share of the updates.
 
-    It is right for any optimizer; the state is whole on each device. Gradients and parameters may
-    both be shares (tensor parallelism, ZeRO-3), or only the gradients may be (from
-    `zero.reduce_scattered`). In the second case it replaces `zero.sharded`, and does not save the
-    memory that ZeRO-1 saves.
+    Any optimizer gives the right updates in this way. Its state is whole on each device. Gradients
+    and parameters may both be shares (tensor parallelism, ZeRO-3), or only the gradients are shares
+    (from `zero.reduce_scattered`). In the second case `whole` replaces `zero.sharded`, and does not
+    save the memory that ZeRO-1 saves.
 
     Args:
         optimizer: any optimizer.
@@ -89,24 +90,25 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on the leaves of one layer at a time, each layer and its state on one
+    """Returns `optimizer` on the leaves of one layer at a time. Each layer and its state are on one
     device of `axis`.
 
-    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i receives layers i L/n
+    The leaves of layers that run in a loop are stacked: [L, I, J]. Device i receives layers i L/n
     to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
     sees leaves of [I, J], one layer of all stacked leaves together. So an optimizer for matrices,
     such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are not
     stacked, as in `whole`.
 
     Args:
-        optimizer: an optimizer that updates each leaf by itself. To use another for some leaves,
-            wrap both in `optax.partition`.
+        optimizer: an optimizer that updates each leaf by itself. To use another optimizer for some
+            leaves, wrap both optimizers in `optax.partition`.
         axis: all axes over which the optimizer's leaves are split.
         specs: the specs of the shares, a tree like the parameters.
-        layers: for globs of paths, the number of leading dims that are layers; the first glob that
-            matches counts. By default a leaf of three dims is [L, I, J], and a leaf of fewer has no
-            dim of layers. Stacked vectors, [L, I], and any leaf of more than three dims need a
-            number, as in `layers={"blocks.**": 1}`.
+        layers: a map from a glob of paths to the number of first dims that are layers, for the
+            leaves at these paths. The first glob that matches counts. By default a leaf of three
+            dims is [L, I, J], and a leaf of fewer dims has no dim of layers. Stacked vectors,
+            [L, I], and any leaf of more than three dims need a number, as in
+            `layers={"blocks.**": 1}`.
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it (a dim of a
@@ -140,7 +142,7 @@ def on_shards(
     """Returns `optimizer`, declared to give correct updates of shards, so that `step.make` does not
     check them.
 
-    It is for an optimizer that combines the shards itself, with collectives of its own.
+    Use it for an optimizer that combines the shards itself, by collectives.
     """
     optimizer = with_extra(optimizer)
     update = right_on_shards(optimizer.update)
@@ -148,15 +150,15 @@ def on_shards(
 
 
 class _Way(NamedTuple):
-    """How a leaf is divided, for its way to its owners, the devices that update it.
+    """How a leaf is divided when it moves to its owners, the devices that update it.
 
     Attributes:
         name: the dotted path of the leaf.
-        lead: the number of its first dims that are layers.
-        splits: the dims that `axis` splits, each with its axes.
-        inner: one split, of dim lead - 1 over the names in `axis` that split no dim of the leaf;
-            empty if there are no such names. Dim lead - 1 is divided among the owners first over
-            all axes of `splits`, and then over those of `inner`.
+        lead: the number of the leaf's first dims that are layers.
+        splits: the dims that `axis` splits, each with the axes that split it.
+        inner: a list of one split: of dim lead - 1, over the names in `axis` that split no dim of
+            the leaf. The list is empty if there are no such names. Dim lead - 1 is divided among
+            the owners first over all axes of `splits`, and then over those of `inner`.
     """
 
     name: str
@@ -168,11 +170,12 @@ class _Way(NamedTuple):
 def _on_owners(
     optimizer, axis: Axis, specs: Specs, leads: Leads, *, by_layer: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with leaves that move to their owners, and updates that move back.
+    """Returns `optimizer`, applied to leaves that are moved to their owners. The updates are moved
+    back.
 
-    `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns the number of first
-    dims that are layers, for the leaf at this dotted path, which has `ndim` dims. With `by_layer`,
-    each layer is updated by one device, and an optimizer that combines leaves is refused.
+    `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns how many first dims
+    are layers in the leaf at the dotted path `path`, which has `ndim` dims. With `by_layer`, each
+    layer is updated by one device, and an optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
     # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
@@ -199,7 +202,7 @@ class _Owners(NamedTuple):
     by_layer: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
-        """Returns how the leaf at `path` is divided, for its way to its owners."""
+        """Returns how the leaf at `path` is divided when it moves to its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
@@ -211,8 +214,8 @@ class _Owners(NamedTuple):
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
         """Returns the groups of leaves that the optimizer sees together. A group goes through one
-        `vmap` over its layers, so the dims of layers of its leaves have the same sizes in `tree`.
-        For each group: these sizes, and the paths of its leaves."""
+        `vmap` over its layers, so the dims of layers of its leaves have the same sizes in `tree`. A
+        group is returned as a pair: these sizes, and the paths of its leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -220,8 +223,8 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups, the leaves with equally many layers: inside a map over
-        `axis`, for the layers of this device; outside, for all layers."""
+        """Returns the state of all groups of leaves. Inside a map over `axis` it is the state for
+        the layers of this device; outside such a map, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # The axes of the maps around this code must include the optimizer's axes. Outside a map,
         # `rules.optimizer_specs` checks them.
@@ -279,8 +282,8 @@ class _Owners(NamedTuple):
 
 def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
     """Returns those of a leaf's `splits` that cut `x`, the gradient or the parameter of the leaf.
-    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. Otherwise the
-    gradient is cut as the parameter is.
+    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In all other
+    cases the gradient is cut as the parameter is.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
@@ -291,9 +294,9 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter, a share or whole, and `weight` the parameter, whose
-    shape and type show which. `way.splits` are the splits of the leaf, `way.lead` is the number of
-    its first dims that are layers, and `way.inner` divides the layers further."""
+    no layers. `x` is a gradient or a parameter. The shape and type of the parameter `weight` show
+    whether `x` is a share or whole. `way.splits` are the splits of the leaf, `way.lead` is the
+    number of its first dims that are layers, and `way.inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -360,8 +363,9 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
-    """Refuses a number of layers on a device that is not a multiple of the number of their owners.
-    `shape` is the shape on a device of a gradient or parameter that has layers; `splits` cut it.
+    """Raises `ValueError` unless the number of layers on a device is a multiple of the number of
+    their owners. `shape` is the shape on a device of a gradient or parameter that has layers, and
+    `splits` are the splits that cut this array.
     """
     layers_dim = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that
