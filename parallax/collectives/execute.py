@@ -1,19 +1,20 @@
-"""Runs tables of messages, each a `Route`: several at the same time, forwards or backwards.
+"""Runs one or several tables of messages (`Route`) at the same time, forwards or backwards.
 
-Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
-gather: blocks travel from their devices. Each table carries its own share of the array. A message
-is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
+Run forwards, a table is a scatter: partial sums travel to the devices that own them. Run backwards,
+it is a gather: blocks travel from the devices that own them. Each table carries its own share of
+the array. A message is a list of arrays: one for each block, or only one if the blocks are small
+enough to join.
 
 The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
 It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
-`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by
-the offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
+`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
+offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
 `offset_after(o, step)` in a hop of `step`, and `offset_after(o, step, k)` in k hops. `pairs(step)`
-are the hop's (sender, receiver), swapped with `back=True`.
+lists the (sender, receiver) of each message of the hop; `back=True` swaps the two.
 
 Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
-that just arrived, as in a ring. A long chain becomes a loop, so that its compile time does not grow
-with the devices. Other rounds are written out.
+that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
+with the number of devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,12 +50,12 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices: a list of its shares, one per table.
+    """Returns this device's block of the sum over all devices, as a list of shares, one per table.
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `term(table, j)` returns this device's term of device j's block: the share of the
-            block that `routes[table]` carries.
+        term: `term(table, j)` returns this device's term of the share of device j's block that
+            `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
@@ -102,7 +103,7 @@ def gather(
     The device's own block is written first, then the other devices' blocks as they arrive.
 
     Args:
-        routes: the tables, all with the same number of rounds, which run backwards.
+        routes: the tables, which run backwards; all have the same number of rounds.
         blocks: the shares of this device's block, one for each table.
         write: `write(result, table, j, block)` returns `result` with `block`, the share of device
             j's block that `routes[table]` carries. It must keep the shapes and types of `result`.
@@ -137,8 +138,8 @@ def gather(
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    From the second round of a chain on, a table passes on exactly the blocks that just arrived. Or
-    it sends nothing in the whole chain. Any other round begins a new chain.
+    From the second round of a chain on, each table passes on exactly the blocks that just arrived,
+    or the table sends nothing in the whole chain. Any other round begins a new chain.
     """
     # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
     count, start = len(routes[0].rounds), 0
@@ -184,7 +185,7 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop, one hop per trip (iteration), and updates `sums`.
+    """Runs a chain of a scatter as a loop, one hop per iteration, and updates `sums`.
 
     After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
     sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
@@ -194,9 +195,11 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function from a trip to the terms that this device adds to a table's message.
+        """Returns a function from `trip`, an iteration's number, to the terms that this device
+        adds.
 
-        The table's first message holds the partial sums for the devices at `offsets`.
+        The device adds them to the message of `table`. The first such message holds the partial
+        sums for the devices at `offsets`.
         """
         route = routes[table]
 
@@ -204,7 +207,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return [route.offset_after(offset, step, trips) for offset in offsets]
 
         def own_terms(trip):
-            """Returns this device's terms of the sums that arrive in a trip."""
+            """Returns the terms that this device adds to the partial sums of iteration `trip`."""
             arriving = offsets_after(trip + 1)
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
@@ -212,8 +215,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         # If no earlier chain left partial sums for these devices, a device adds only its own terms.
         if not any(offset in sums[table] for arriving in offsets_by_trip for offset in arriving):
             return own_terms
-        # The loop's trip is traced, so it cannot index `sums`, a dict. So the sums of all trips are
-        # stacked: `by_trip` has the arrays of a message for each trip.
+        # The iteration's number, `trip`, is traced, so it cannot index `sums`, a dict. So the sums
+        # of all iterations are stacked: `by_trip` has the arrays of a message for each iteration.
         by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
@@ -222,8 +225,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        `messages` are (table, step, offsets) of the chain's first round; `terms[table](trip)` are
-        the terms to add.
+        `messages` lists (table, step, offsets) of the chain's first round; `terms[table](trip)` are
+        the terms to add in iteration `trip`.
         """
         arrived = {}
         for table, step, _ in messages:
@@ -245,7 +248,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
 
 
 def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
-    """Returns the function from a trip to entry number `trip` of each stack."""
+    """Returns a function of `trip` that returns entry number `trip` of each stack."""
 
     def entries(trip):
         return [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
@@ -254,31 +257,31 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Returns `result` after a chain of a gather, run backwards as a loop, and updates `copies`.
+    """Returns `result` after a chain of a gather ran backwards as a loop, and updates `copies`.
 
-    A trip (iteration) is one hop: each table passes on the blocks that it just received, and the
+    Each iteration is one hop: each table passes on the blocks that it just received, and the
     arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
     the offset of their owners. `write`, `result` and `dim` are as in `gather`:
     `write(result, table, j, block)` returns `result` with device j's block written into it.
 
-    A gather runs backwards: the rounds that stand before the chain in the table run after it, and
-    send the same blocks again. So if there are such rounds, all blocks are also kept in stacks: one
-    `[length, *block]` for each array of a message.
+    A gather runs backwards: the rounds that stand before the chain in the table run after the
+    chain, and send the same blocks again. So if there are such rounds, all blocks are also kept in
+    stacks, one of shape `[length, *block]` for each array of a message.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in a trip."""
-        # Backwards: the last trip brings the blocks of the chain's first round.
+        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`."""
+        # Backwards: the last iteration brings the blocks of the chain's first round.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
         """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
 
-        `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
-        block for rounds after the loop, and are empty if no rounds follow. `owners_after` gives the
-        offsets of the devices that own a trip's blocks.
+        `messages` lists (table, step, offsets) of the chain's first round. `stacks` keep each
+        arrived block for rounds after the loop, and are empty if no rounds follow. `owners_after`
+        gives the offsets of the devices that own the blocks of an iteration.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -320,10 +323,10 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets of the chain's first round) for each table that sends in it.
+    """Returns (table, step, offsets) of the chain's first round, for each table that sends in it.
 
-    That is enough for the whole chain: in each later round a table sends, by the same step, the
-    blocks that just arrived. The offsets are those of the round before, after one more hop.
+    The first round is enough: in each later round a table sends, by the same step, the blocks that
+    just arrived. So the offsets of a round are those of the round before, after one more hop.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -333,14 +336,15 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
 
 
 def _loop(length: int, hop, carry):
-    """Returns the carry after `hop(trip, carry)` for each trip."""
+    """Returns the carry after `hop(trip, carry)` for each `trip` below `length`."""
     # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and so would
     # the device numbers that are computed from it.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 
 def _joined(blocks, dim: int) -> list:
-    """Returns the arrays of a message: small blocks joined into one, large ones without a copy."""
+    """Returns the arrays of a message: all small blocks as one array, or large blocks as they
+    are."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
     # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
@@ -359,7 +363,7 @@ def pieces_of(count: int, nbytes: int) -> int:
 
 
 def _send(message, axis_name, pairs) -> list:
-    """Returns the arrays of the message that arrives, one permute for each."""
+    """Returns the arrays of the message that arrives; each is sent by a permute of its own."""
     return [send(piece, axis_name, pairs) for piece in message]
 
 
@@ -368,8 +372,8 @@ def empty_like(
 ) -> Shaped[Array, "..."]:
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
-    The caller overwrites all of it, so its numbers do not matter. `make(shape, dtype)` makes the
-    array, unless the mesh has Explicit axes.
+    The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
+    the array, unless the mesh has Explicit axes.
     """
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -384,9 +388,9 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     `x` that it sends.
 
     XLA may compute a value once for the message, and again inside the operation that uses it
-    locally. There it may fuse a product and a sum into one rounding. Then the last bit differs, and
-    replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
-    removes the barrier, so on a CPU a loop takes its place.
+    locally. There XLA may fuse a product and a sum, and round only once. Then the last bit differs,
+    and replicas drift apart in silence. `lax.optimization_barrier` forbids XLA to compute the value
+    again. The CPU's compiler removes the barrier, so on a CPU a loop takes its place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)
 
@@ -395,9 +399,10 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x`, an array that a gather wrote block by block. XLA cannot fuse these writes into
     the operation that uses `x`.
 
-    Otherwise XLA may fuse a product and a sum into one rounding in some of the blocks only, such as
-    those written last. Which blocks these are depends on the device, so replicas would drift apart.
-    The CPU's compiler removes an optimization barrier, so on a CPU a loop takes its place.
+    Otherwise XLA may fuse a product and a sum, and round only once, in some of the blocks only,
+    such as the blocks written last. Which blocks these are depends on the device, so replicas would
+    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes its
+    place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 
@@ -406,7 +411,7 @@ def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> 
     """Returns `function` of each array of the tree `x`.
 
     With more than `UNROLLED` devices, hops may be loops. Then, on a CPU, each leaf waits for the
-    one before. Otherwise collectives of two leaves could run at the same time, which aborts the
+    leaf before it. Otherwise collectives of two leaves could run at the same time, which aborts the
     process (see `cpu`).
     """
     leaves, structure = jax.tree.flatten(x)

@@ -1,14 +1,14 @@
 """Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
-They are accurate enough for gradients, and send a quarter of the bytes: use `quantized("data")` for
+Int8 is accurate enough for gradients, and needs a quarter of the bytes: use `quantized("data")` for
 the data axis. Rounding harms activations, and the sums of a cross-entropy, more than gradients: a
 small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 
-Notation: `A {U_X}` is a sum that is not taken yet: each device on axis X has one term. `A[I_X]` is
-split along dim I over these devices.
+Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis X has one term.
+`A[I_X]` is split along dim I over these devices.
 
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
+the exponent of s. Here s is a power of two, at most a / 64, where a is the largest magnitude in the
 block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
 by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
 rounding, at most
@@ -29,7 +29,7 @@ An array is cut into n parts, one for each device, and each part into blocks. A 
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
 float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: n/2 times the bound above.
+sum: on average it is n/2 times the bound above.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -37,14 +37,14 @@ sum: n/2 times the bound above.
 | `all_gather` | (n - 1) (1 + 1/block_size) S/4 | n - 1 |
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
-With blocks of 32 these are 0.258 of the exact ring's bytes. (float64 sends two bytes per exponent.)
-A hop is one message, of integers and exponents together. Hop k of the reduction spans k devices. On
-a switch it is as fast as a hop to a neighbour; on a bare ring it crosses k links.
+With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
+exponent.) A hop is one message, of integers and exponents together. Hop k of the reduction spans k
+devices. On a switch it is as fast as a hop to a neighbour; on a bare ring it crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
-exact function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves
-with fewer numbers than a block (a loss, a norm) are sent by the exact ring, and so are leaves of
-integers or complex numbers.
+exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
+Leaves with fewer numbers than a block (a loss, a norm) are sent by the exact ring, and so are
+leaves of integers or complex numbers.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -82,9 +82,9 @@ def _exact_below_a_block(
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
-    The function takes (size, n, itemsize): each device has an array of `size` numbers, which have
-    `itemsize` bytes before they are quantised. `n` is a number of devices, or a tuple with the
-    number on each of several axes. For an array of one block or more, the result is
+    The function takes (size, n, itemsize): each device has an array of `size` numbers, each of
+    `itemsize` bytes before it is quantised. `n` is a number of devices, or a tuple with the number
+    on each of several axes. For an array of one block or more, the result is
     `sent(size, number of all devices, itemsize, block_size)`. A shorter array is sent by the
     collective `exact`, so its rounds are those of `exact`.
     """
@@ -101,7 +101,7 @@ def _scatters(size, n, itemsize, block_size):
     """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
 
     A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised;
-    the bytes of an exponent depend on it.
+    the bytes of an exponent depend on `itemsize`.
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
@@ -149,11 +149,11 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
 
     It works like `lax.psum`.
 
-    The flattened leaf is padded to a multiple of n numbers; blocks are cut from each of its n
-    parts. The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i
-    is the largest magnitude in the number's block on device i, and A is the largest in the same
-    block of the sum. The float additions, and the cast of the sum to 16 bits if `x` has 16, add
-    their own rounding.
+    A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
+    cut into blocks. The error of a number is at most (sum of a_i + A) / 127. Here a_i is the
+    largest magnitude in the number's block on device i, for each device but the one that adds the
+    block up, and A is the largest magnitude in this block of the sum. The float additions, and the
+    cast of the sum to 16 bits if `x` has 16, add further rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -189,7 +189,7 @@ def quantized_reduce_scatter(
     The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
     largest magnitude in the number's block of `block_size` numbers on device i. This device's own
     term is not quantised. The float additions, and the cast of the sum to 16 bits if `x` has 16,
-    add their own rounding. The transpose is `quantized_all_gather`.
+    add further rounding. The transpose is `quantized_all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
@@ -238,34 +238,37 @@ def quantized_all_gather(
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """int8 collectives that add the rounding error of a call to the next call.
+    """int8 collectives that add the rounding error of a call to the input of the next call.
 
         feedback = ErrorFeedback("data")
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
-    Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the
-    rounding of the float additions. So the error of the sum of the results over T calls is the
-    error of the last call, for any T. A block that is not finite leaves no error. There is no
-    derivative: use it on gradients, after differentiation.
+    The result plus the sum of the new errors over the devices equals the sum of (x + error) over
+    the devices, up to the rounding of the float additions. So nothing is lost: after any number of
+    calls, the sum of their results has only the error of the last call. A block with an infinity or
+    NaN leaves no error. There is no derivative: use an `ErrorFeedback` on gradients, after
+    differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
-        block_size: the numbers that share a scale.
+        block_size: how many numbers share a scale.
 
     Raises:
-        ValueError: the error of a leaf [*dims] is not [1, *dims]; or `block_size` is below 1.
+        ValueError: the error of a leaf of shape [*dims] does not have the shape [1, *dims]; or
+            `block_size` is below 1.
     """
 
     axis_name: AxisName
     block_size: int = BLOCK
 
     def initial(self, x: PyTree) -> PyTree:
-        """Returns the error before the first call, for the tree `x`: zeros.
+        """Returns zeros for the tree `x`: the error before the first call.
 
-        A leaf `[*dims]` has the error `[1, *dims]`, in float32 or wider. It is typed as varying
-        along `axis_name`, since later errors differ between devices. The dim of 1 stands for the
-        device, so the spec of the error for `mesh.spmd` is `P(axis_name, *spec of the leaf)`.
+        The error of a leaf `[*dims]` has the shape `[1, *dims]`, in float32 or wider. The error is
+        typed as varying along `axis_name`, since later errors differ between devices. Its dim of
+        size 1 stands for the device, so the spec of the error for `mesh.spmd` is
+        `P(axis_name, *spec of the leaf)`.
         """
 
         def leaf(x):
@@ -284,7 +287,7 @@ class ErrorFeedback:
         axis_name = self.axis_name
 
         def leaf(x, error):
-            """Returns the sum of one leaf, and `[1, *dims]` of new errors."""
+            """Returns the sum of one leaf, and the new errors, of shape `[1, *dims]`."""
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
             # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
@@ -307,7 +310,7 @@ class ErrorFeedback:
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
-            """Returns this device's slice of the sum, and `[1, *dims]` of new errors."""
+            """Returns this device's slice of the sum, and the new errors, of shape `[1, *dims]`."""
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             # `_with` adds the error of the call before. The parts of the devices are [n, ...].
@@ -392,10 +395,10 @@ def _all_reduce(x, axis_name, block_size):
 
 
 def _slices(block_size):
-    """Returns a reduce-scatter and an all-gather whose messages are all int8, for `drop_in`, which
-    makes replacements of the collectives of `lax` from them.
+    """Returns a reduce-scatter and an all-gather of one array, whose messages are all int8.
 
-    Their rounding errors, the second results of `_reduce` and `_gather`, are not used.
+    `drop_in` makes replacements of the collectives of `lax` from these two functions. The rounding
+    errors, the second results of `_reduce` and `_gather`, are not used.
     """
 
     def scattered(x, dim, axis_name):
@@ -417,11 +420,13 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns this device's part of the sum over devices, and the rounding errors of its terms.
+    """Returns this device's part of the sum over devices, and the rounding errors of this device's
+    terms of all parts.
 
-    Row j of `parts` is this device's term of part j. The shapes are `[n, size] -> [size],
-    [n, size]`. The errors of the own part are 0: its exact numbers are added. An error that would
-    be infinite or NaN is 0 (`_finite`), or it would come back in every later call.
+    Row j of `parts` is this device's term of part j. The shapes are
+    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since its exact
+    numbers are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it would come
+    back in every later call.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
@@ -429,14 +434,17 @@ def _reduce(parts, axis_name, block_size):
     received = ring.all_to_all(sent, axis_name, 0, 0)
 
     def values(message):
-        """Returns the numbers [n, size] of messages [n, bytes]; this device's own row is exact."""
+        """Returns the decoded numbers of `message`: the shape [n, bytes] becomes [n, size].
+
+        This device's own row is exact, since it is taken from `parts`.
+        """
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
 
 
 def _gather(part, axis_name, block_size):
-    """Returns all devices' rounded parts, and the rounding error of the own part.
+    """Returns all devices' rounded parts, and the rounding error of this device's own part.
 
     The shapes are `[size] -> [n, size], [size]`. An error that would be infinite or NaN is 0.
     """
@@ -452,7 +460,7 @@ def _gather(part, axis_name, block_size):
 
 
 def _is_local(parts, axis_name):
-    """Returns a mask [n, 1] that is true for this device's part of `parts`, [n, size]."""
+    """Returns a mask of shape [n, 1] that is true for this device's row of `parts`, [n, size]."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.axis_index(axis_name)
 
 
@@ -460,8 +468,9 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
     Both are functions. `quantized_leaf` gets the floating-point leaves that have `block_size`
-    numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm) have few bytes
-    to save. `more` are trees like `x`: both functions also get the same leaf of each.
+    numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm) have few bytes to
+    save. `more` are trees like `x`: both functions also get the corresponding leaf of each of these
+    trees.
     """
     if block_size < 1:
         raise ValueError(
@@ -469,7 +478,7 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`; `more` are the same leaf of the other trees."""
+        """Returns the result for one leaf of `x`; `more` has the same leaf of each other tree."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)
@@ -484,7 +493,7 @@ def _unzipped(pairs, x):
 
 
 def _with(x, error, axis_name):
-    """Returns the leaf `x` plus its rounding error of the last call, `error` of [1, *dims].
+    """Returns the leaf `x` plus `error`, its rounding error of the last call, of shape [1, *dims].
 
     The sum has the dtype of the error, float32 or wider, and varies along `axis_name`.
     """
@@ -512,10 +521,10 @@ def _power_of_two(exponent, dtype):
 
 
 def _exponent_dtype(dtype):
-    """Returns the integer dtype for the exponents of the scales of blocks of `dtype`.
+    """Returns the integer dtype in which `quantize` stores the exponents of blocks of `dtype`.
 
-    `quantize` makes these exponents: from `minexp` to `maxexp` - 7. In float32 they run from -126
-    to 121, which int8 holds, and -128 is left to mean NaN. Those of float64 need 16 bits.
+    The exponents run from `minexp` to `maxexp` - 7 of `dtype`. In float32 that is from -126 to 121,
+    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need 16 bits.
     """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
@@ -542,7 +551,7 @@ def _widened(x):
 def quantized_in(block_size: int) -> Algorithm:
     """Returns `quantized` with blocks of `block_size` numbers instead of 32.
 
-    Its functions raise `ValueError` if `block_size` is below 1.
+    The functions of this algorithm raise `ValueError` if `block_size` is below 1.
     """
     # The all-reduce, the reduce-scatter and the all-gather, in the order of `Algorithm`'s fields.
     functions = (functools.partial(f, block_size=block_size) for f in _FUNCTIONS)
