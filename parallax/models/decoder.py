@@ -224,8 +224,8 @@ def _planned_state(
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
     A `Planned` (step.py) describes a state: its shapes, its specs, and the function `init` that
-    makes the state. The optimizer gets gradients that are split like its own state. Under ZeRO-1
-    and ZeRO-2, that state is split over more axes than the parameters.
+    makes the state. The optimizer gets gradients that are split like the optimizer's state. Under
+    ZeRO-1 and ZeRO-2, that state is split over more axes than the parameters.
     """
     # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
@@ -246,8 +246,9 @@ def _planned_state(
     )
 
     def init(model=None):
-        """Returns the state, with new weights, or with those of `model`, whose blocks are [L,
-        ...]."""
+        """Returns the state, with new weights, or with the weights of `model`, whose blocks are [L,
+        ...].
+        """
         return state.init() if model is None else state.init(split_blocks(model))
 
     return state._replace(init=init), rules.specs(state.shapes.model, state_rule, mesh)
@@ -275,7 +276,7 @@ def compiled(
         keys: a function from the step's number to the random keys of the global batch; it returns
             None without dropout.
         batch_spec: the spec of the batch.
-        info_spec: the spec of the loss and the norm.
+        info_spec: the spec of the loss and of the gradient norm.
         options: the number of arguments that `local` takes after the batch, such as `limit`. Each
             such argument is the same on all devices; an argument that the caller leaves out is
             None.

@@ -69,7 +69,7 @@ class Family:
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
             `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`). `remat` wraps the
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
-            auxiliary values of a stage have a first dim of its layers.
+            auxiliary values of a stage have a first dim of the stage's layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
             pipeline. With an axis `stage`, the rule is for a model whose blocks are [v, L / v,
@@ -89,7 +89,8 @@ class Family:
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
             k^T / sqrt(K)) v. None: the model cannot have a context axis.
-        uses_dropout: whether a configuration has dropout; each sequence then gets a random key.
+        uses_dropout: a function that returns whether a configuration has dropout. With dropout,
+            each sequence gets a random key.
     """
 
     model: type[Any]

@@ -171,7 +171,7 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def along_all(*arguments):
         """Returns `g` of the arguments, after each is typed as varying along all axes along which
-        any of them varies.
+        any argument varies.
         """
         # This is outside `g`, so that JAX differentiates the typing too. Its derivative sums an
         # argument's cotangent over the axes along which the argument did not vary.

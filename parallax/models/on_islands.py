@@ -103,7 +103,7 @@ def train_step(
     )
 
     def init(model=None):
-        """Returns the state of islands, with new weights, or with those of `model`."""
+        """Returns the state of islands, with new weights, or with the weights of `model`."""
         return state.init(one_island.init(model))
 
     return TrainStep(init=init, shapes=state.shapes, train=train)

@@ -149,11 +149,11 @@ class Setup:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Each axis of the layout with its algorithm."""
+        """The axes of the layout by name, each with its algorithm."""
         return axes_with_algorithms(self.layout, self.compute)
 
     def along(self, names: Sequence[str]) -> Axis:
-        """Returns one axis, joined of those axes in `names` that the layout has."""
+        """Returns one axis that joins the layout's axes among `names`."""
         return along(self.axes, names)
 
     @property

@@ -67,7 +67,7 @@ class Writer(NamedTuple):
     """The functions of a model from which text is drawn.
 
     Attributes:
-        logits: the function from tokens `[1, window]` to the logits after each of them.
+        logits: the function from tokens `[1, window]` to the logits after each token.
         window: the largest number of tokens from which the next token is computed; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
@@ -126,7 +126,7 @@ def _run(
     join: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
     """Returns the logits after the last of `tokens`, and the cache with the keys and values of
-    these tokens. The first of them is at the place `first`.
+    these tokens. The first token is at the place `first`.
 
     `join(old, new)` returns the old keys or values of a layer with the new ones behind them.
     Without a `cache` there are no old keys and values, and `old` is None.

@@ -203,8 +203,8 @@ class Fields:
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` that states these numbers and the weights' `dtype`.
-        Other fields are those of a new model's file, changed by `differing`, the differences that
-        `read` returned.
+        The other fields are the fields of a new model's file, changed by `differing`, the
+        differences that `read` returned.
         """
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out

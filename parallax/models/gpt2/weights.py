@@ -3,7 +3,7 @@
 
 A tensor in a file is one of our leaves at one layer, with the same numbers in the same order:
 `c_attn`, [D, 3 D], is our [D, 3, H, K]. So nothing is transposed. Only our embedding differs: it
-also has padding, rows after the vocabulary. No file holds these rows.
+also has rows after the vocabulary, as padding. No file holds these rows.
 """
 
 import os

@@ -120,9 +120,9 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers: a
-    function that takes the model's numbers, ignores them, and returns the fields of a new
-    `config.json` that do not depend on them.
+    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. It is a
+    function of the model's numbers, which it ignores: it returns fields of a new `config.json` that
+    do not depend on these numbers.
 
     The fields of the special tokens are null: if they were left out, transformers would use its
     default tokens.

@@ -170,7 +170,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     all-reduce then sums the gradients of the layer over the devices.
 
     Raises:
-        ValueError: the device has neither its share of the heads of keys nor all of them.
+        ValueError: the device has neither its share of the heads of keys nor all heads of keys.
     """
     groups, devices = layer.weight.shape[1], comms.axis.size()  # the weight is [D, G, K]
     sharers = config.heads // config.groups  # heads of queries that share one head of keys

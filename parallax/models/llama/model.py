@@ -64,12 +64,12 @@ class Norm(eqx.Module):
 class Attention(eqx.Module):
     """Causal self-attention, split over devices by heads of queries.
 
-    The heads of keys and values are split too, if there are enough of them for the devices.
+    The heads of keys and values are split too, if there are enough of these heads for the devices.
 
     Attributes:
         query: a column-parallel layer [D, H, K].
         key: a column-parallel layer [D, G, K]; if there are fewer heads of keys than devices, each
-            device has all of them.
+            device has all heads of keys.
         value: a layer like `key`.
         out: a row-parallel layer [H, K, D].
         query_norm: the norm of each head of queries, [K], or `()`.
@@ -187,7 +187,7 @@ class Llama(eqx.Module):
 
     @property
     def unembedding(self) -> Float[Array, "rows width"]:
-        """The rows of the head, [V, D]: those of the embedding if the head is tied."""
+        """The rows of the head, [V, D]; if the head is tied, they are the rows of the embedding."""
         return self.table if isinstance(self.head, tuple) else self.head
 
 
@@ -204,9 +204,9 @@ def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
 def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
     """Returns the E experts of all L blocks, their routers and the shared expert, if there is one.
 
-    The constructor of `experts.Gated` would draw weights with another standard deviation. So it is
-    only traced, for its structure, and its arrays are replaced by [L, E, ...] ones with this
-    family's deviation.
+    The constructor of `experts.Gated` would draw weights with another standard deviation. So the
+    constructor is only traced, for the structure of its result, and the arrays are drawn as [L, E,
+    ...] with this family's deviation.
     """
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
     # Keys other than those of the rest of the model, for at most seven arrays.

@@ -3,7 +3,7 @@
 
 A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
 K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
-embedding and head also have padding, rows after the vocabulary. No file holds these rows.
+embedding and head also have rows after the vocabulary, as padding. No file holds these rows.
 """
 
 import os
